@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 
 from scripts.bench.harness.arguments import REPO, bench_parser
 from scripts.bench.harness.rows import append_rows
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.planner.candidate import Runner
 from tlora_megatron.planner.hardware import load_profile
 from tlora_megatron.planner.layouts import SearchSpace

@@ -26,7 +26,7 @@ from scripts.bench.harness.clock import wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.slab import initial_factors
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.values import Prompt, SamplerLimits, SamplingParams
 from tlora_megatron.training.formats.peft import export_adapter

@@ -27,8 +27,9 @@ from tlora_megatron.integrations.megatron.model import (
     initialize_parallel,
     load_backbone,
 )
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 
 RANDOM_SEED = 7

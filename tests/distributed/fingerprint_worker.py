@@ -22,8 +22,9 @@ from tlora_megatron.integrations.megatron import model as own
 from tlora_megatron.integrations.megatron.engine import MegatronEngine, current_groups
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine
 from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
 from tlora_megatron.training.run import fingerprint as check
 

@@ -24,7 +24,7 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin, make_multi_adapter
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.backbone import KnownBase, open_backbone
 from tlora_megatron.runtime.own_replica import own_replica
 from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
@@ -120,7 +120,7 @@ def measure(model: Any, count: int) -> Result:
     gradients = {
         f"{job.name} {name}": view.clone()
         for job in model.jobs
-        for name, view in job.adapter.slab.grad_views().items()
+        for name, view in job.adapter.slab.grad_views.items()
     }
     for job in model.jobs:  # the next count sees the same round
         job.loss = None

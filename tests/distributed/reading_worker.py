@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers.variants import end_world
 from tlora_megatron.config.load import load_config
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.run import job_admission
 from tlora_megatron.training.run.reading import check_agreement, content_digest
 

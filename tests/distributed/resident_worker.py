@@ -22,8 +22,8 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.runtime.resident import open_resident
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.quantised import quantisation_card

@@ -13,7 +13,7 @@ from tests.distributed.backbone_logits import RANDOM_SEED
 from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import load_peer, make_tiny_model, to_mxfp4
 from tlora_megatron.integrations.megatron import model as backbone
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import hf_shapes
 

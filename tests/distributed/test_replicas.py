@@ -37,7 +37,7 @@ from tests.helpers.scenario_worlds import (
     worlds,
 )
 from tests.helpers.train_worker import starts
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.run.job_admission import JobAdmission
 
 NAMES = tuple(job["name"] for job in JOBS)

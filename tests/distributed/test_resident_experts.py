@@ -18,7 +18,7 @@ from tests.helpers.scenario import (
     losses,
     oracle_of,
 )
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.sampling.adapters import read_checkpoint
 
 UNFUSED = LORA | {"outputs": {"target_modules": ["o_proj", "down_proj"], "expert_rank": 4}}

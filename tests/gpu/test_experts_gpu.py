@@ -27,8 +27,8 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ExpertsSpec
 from tlora_megatron.ops.experts.branch import TorchExpertOps, looped_products
 from tlora_megatron.ops.lora.kernel_choice import cuda_problem
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
@@ -188,7 +188,7 @@ def block_results() -> dict[str, Tensor]:
     assert x.grad is not None
     found = {"y": y.detach(), "dx": x.grad}
     for adapter in adapters:
-        for name, grad in adapter.slab.grad_views().items():
+        for name, grad in adapter.slab.grad_views.items():
             found[f"{adapter.name} {name}"] = grad
     return {name: value.double().cpu() for name, value in found.items()}
 

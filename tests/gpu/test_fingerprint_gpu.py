@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.helpers.launch import REPO, python
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.hf_convert import hf_shapes

@@ -20,7 +20,7 @@ from tests.helpers.te_models import (
     small_spec,
     take_gradients,
 )
-from tlora_megatron.layers.te_fp8 import RECIPES, why_not_fp8
+from tlora_megatron.layers.transformer_engine import RECIPES, why_not_fp8
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = [pytest.mark.gpu, NEEDS_TE]

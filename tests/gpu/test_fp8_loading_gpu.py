@@ -15,9 +15,9 @@ from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.layers.quantised_linear import quantised_linears
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.training.formats import base_reader
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
-from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
+from tlora_megatron.model.spec import ClampedGlu, ExpertsSpec
 
 pytestmark = pytest.mark.gpu
 

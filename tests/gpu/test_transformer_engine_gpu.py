@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers.launch import REPO, python, torchrun
 from tests.helpers.te_models import NEEDS_TE
-from tlora_megatron.layers.te_fp8 import _rows
+from tlora_megatron.layers.transformer_engine import _rows
 from tlora_megatron.ops.quantised.rows import Largest
 
 SCRIPT = REPO / "tests" / "helpers" / "te_gradients.py"

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.base_reader import read_base
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, WeightSource
 from tlora_megatron.training.formats.hf_convert import assemble

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.helpers.kernel_case import poisoned_memory
 from tests.helpers.variants import end_world
 from tlora_megatron.parallel.collectives import TensorCollectives, make_tensor_collectives
-from tlora_megatron.parallel.peer_memory import Operation
+from tlora_megatron.parallel.copy_engine import Operation
 
 LANES = 3
 _ROWS = (1, 2, 5, 16, 96, 333)

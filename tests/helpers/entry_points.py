@@ -26,7 +26,7 @@ from tests.helpers.launch import REPO, environment, outcome
 from tests.helpers.scenario import losses
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.ranks import free_port
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.formats.megatron_flags import megatron_flags

@@ -1,4 +1,4 @@
-"""Executes the steps of `parallel.peer_memory` for all processes, in a random order.
+"""Executes the steps of `parallel.copy_engine` for all processes, in a random order.
 
 What a GPU does over time takes time here too: a copy or a sum reads and writes piece by piece, a
 phase raises one flag after another. Each lane of each process is a stream; at every turn one that
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
-from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Operation, Place, Step
+from tlora_megatron.parallel.copy_engine import Copy, Exchange, Lane, Operation, Place, Step
 
 Values = NDArray[np.float32]
 _ELEMENT_BYTES = 4

@@ -12,7 +12,7 @@ import torch
 from tests.helpers.scenario import JOBS, make_scenario
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.peft import export_adapter
 
 NAMES = tuple(job["name"] for job in JOBS)

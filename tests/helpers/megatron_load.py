@@ -25,7 +25,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from tests.helpers.variants import end_world
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 

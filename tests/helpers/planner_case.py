@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 from tests.helpers.launch import REPO
-from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel, MemoryUse

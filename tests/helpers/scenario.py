@@ -24,7 +24,7 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.slab import initial_factors
 from tlora_megatron.model.backbone import LinearsSpec, over_base
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.fingerprint_file import write_fingerprint

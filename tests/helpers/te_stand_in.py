@@ -274,7 +274,7 @@ class TERowParallelGroupedLinear(_GroupedLinear):
 
 
 class Engine:
-    """Transformer Engine's functions as far as `layers.te_fp8` calls them.
+    """Transformer Engine's functions as far as `layers.transformer_engine` calls them.
 
     Quantised values are the values; counts what is quantised.
     """

@@ -28,8 +28,7 @@ from tests.helpers import te_stand_in
 from tlora_megatron.integrations.megatron import cpu
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
-from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 
 SPEC = ModelSpec(
     model_type="llama", num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16,

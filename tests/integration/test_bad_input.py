@@ -18,7 +18,7 @@ from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.peft import export_adapter
 
 LORA = LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "down_proj"))

@@ -50,7 +50,7 @@ from tests.helpers.scenario import (
 )
 from tests.helpers.tiny_models import TinyModelType, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.timeline import time_line
 
 pytestmark = [pytest.mark.megatron_lm, pytest.mark.slow]

@@ -22,8 +22,8 @@ from rich.progress import (
 )
 
 from tlora_megatron.cli.tables import open_console
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from rich.text import Text
 from tlora_megatron.cli.tables import make_table
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, TokenizerFolder, load_job_data
 from tlora_megatron.training.data.jsonl_file import files_of
 from tlora_megatron.training.data.rows import parse_row

@@ -17,9 +17,9 @@ from rich.table import Table
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.layout import Deployment
 from tlora_megatron.model.quantisation import base_quantisation, read_published_format
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.service.logs import json_line
 from tlora_megatron.timeline import time_line
 

@@ -28,7 +28,7 @@ from tlora_megatron.cli.tables import global_rank, open_console, print_run
 from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.integrations.megatron import imports
-from tlora_megatron.model.deployment import lay_out_world
+from tlora_megatron.model.layout import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank

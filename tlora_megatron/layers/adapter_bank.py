@@ -20,10 +20,10 @@ from tlora_megatron.layers.arenas import (
     ArenaRoom,
     Arenas,
     Caster,
+    ExpertViews,
     OuterCopy,
     expert_caster,
     expert_factors,
-    expert_views,
     make_outer_copy,
     outer_factors,
 )
@@ -106,12 +106,9 @@ class AdapterBank:
         self.placement = placement
         self.ops = choose_ops(device, dtype) if ops is None else ops
         self.shape = holds if isinstance(holds, BankShape) else BankShape.of(holds)
-        used, blocks = self.shape.targets, self.shape.block_targets
+        used = self.shape.targets
         self._targets = {
             site.index: tuple(t for t in site.targets if t.target in used) for site in self.sites
-        }
-        self._rank_sharded = {
-            site.index for site in self.sites if any(t.target in blocks for t in site.targets)
         }
         self._places = {
             shard.name: (site.index, p)
@@ -132,8 +129,7 @@ class AdapterBank:
         """Factors at routed experts of all jobs whose experts have their own, by `Site.index`."""
         self.outer_factors: dict[int, OuterFactors] = {}
         """Those of jobs whose experts share the outer ones."""
-        self._expert_views: dict[tuple[int, str], Tensor] = {}
-        """Views of a slot's factors on routed experts, by canonical name."""
+        self._expert_views: ExpertViews = {}
         self._outer_copies: list[OuterCopy] = []
         self._copies: list[list[Tensor]] = []
         """Views of a slot's factors in the arenas, in its slab's order (`_compute_views`)."""
@@ -159,7 +155,7 @@ class AdapterBank:
         Every TP rank then has rows of `lora_a` of its own, whose gradient takes the linear's whole
         input.
         """
-        return site.index in self._rank_sharded
+        return any(target.target in self.shape.block_targets for target in site.targets)
 
     def install(self, adapters: Sequence[Adapter]) -> None:
         """Puts adapters into slots 0, 1, ... in this order.
@@ -170,7 +166,10 @@ class AdapterBank:
         for adapter in adapters:
             if id(adapter.slab) not in stay:
                 adapter.slab.zero_grad()
-        first = self._count_unchanged(adapters) if self._room.is_kept else 0
+        first = 0
+        if self._room.is_kept:  # the first slots whose adapters stay where they are
+            pairs = zip(self.adapters, adapters, strict=False)
+            first = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
         if any(a.lora.expert_targets for a in (*self.adapters, *adapters)):
             first = 0  # their arenas are made anew
         kept = self._copies[:first], self.defects[:first]
@@ -190,11 +189,6 @@ class AdapterBank:
         self.defects = [*kept[1], *fresh]
         for slot in range(first, len(adapters)):
             self.refresh(slot)
-
-    def _count_unchanged(self, adapters: Sequence[Adapter]) -> int:
-        """Counts the first slots whose adapters stay where they are."""
-        pairs = zip(self.adapters, adapters, strict=False)
-        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
 
     def _build_factors(self, first: int) -> None:
         """Makes the arenas of all sites; sites of one make share a layout.
@@ -231,10 +225,8 @@ class AdapterBank:
             if site.experts is not None:
                 found = expert_factors(site, arenas.slabs, arenas.scaling, self.dtype)
                 if found is not None:
-                    self.expert_factors[index] = found
-                    for slot, slab in enumerate(arenas.slabs):
-                        views = expert_views(found, site, slab, slot)
-                        self._expert_views.update({(slot, name): views[name] for name in views})
+                    self.expert_factors[index], views = found
+                    self._expert_views |= views
                 outer = outer_factors(site, arenas.slabs, self._outer_copies, arenas.scaling)
                 if outer is not None:
                     self.outer_factors[index] = outer
@@ -302,21 +294,19 @@ class AdapterBank:
     def _make_casts(self, adapters: Sequence[Adapter]) -> list[_Cast]:
         """Returns each adapter's room, all in the same memory; equal ones share their views."""
         layouts = [adapter.slab.layout for adapter in adapters]
-        counts = [
-            sum(1 for factor in layout.factors if caster is None or factor.experts is None)
+        cast = [
+            [factor for factor in layout.factors if caster is None or factor.experts is None]
             for layout, caster in zip(layouts, self._casters, strict=True)
         ]
-        sizes = [
-            sum(factor.numel for factor in layout.factors[:count])
-            for layout, count in zip(layouts, counts, strict=True)
-        ]
-        room = torch.empty(max(sizes, default=0), dtype=self.dtype, device=self.device)
+        most = max((sum(factor.numel for factor in own) for own in cast), default=0)
+        room = torch.empty(most, dtype=self.dtype, device=self.device)
         known: dict[LoraSpec, _Cast] = {}
-        for layout, count, size in zip(layouts, counts, sizes, strict=True):
+        for layout, own in zip(layouts, cast, strict=True):
             if layout.lora not in known:
-                parts = room[:size].split_with_sizes([f.numel for f in layout.factors[:count]])
-                pairs = zip(layout.factors[:count], parts, strict=True)
-                known[layout.lora] = _Cast(room[:size], [_source(layout, *pair) for pair in pairs])
+                sizes = [factor.numel for factor in own]
+                buffer = room[: sum(sizes)]
+                pairs = zip(own, buffer.split_with_sizes(sizes), strict=True)
+                known[layout.lora] = _Cast(buffer, [_source(layout, *pair) for pair in pairs])
         return [known[layout.lora] for layout in layouts]
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -212,7 +211,7 @@ class Arenas:
         pairs = zip(self.slabs[stay:], layout.ranks[stay:], strict=True)
         return kept + tuple(
             tuple(
-                slab.grad_views().get(f"{name}.{which}") if rank else None
+                slab.grad_views.get(f"{name}.{which}") if rank else None
                 for name, rank in zip(names, ranks, strict=True)
             )
             for slab, ranks in pairs
@@ -248,78 +247,51 @@ RANK_ALIGNMENT = 8
 """Rank columns that an adapter's are filled up to: 16 bytes, which copies want."""
 
 
-class _Span(NamedTuple):
-    """The rank columns of one target of one adapter."""
-
-    shard: TargetShard
-    begin: int
-    end: int
+ExpertViews = dict[tuple[int, str], Tensor]
+"""Factors of single routed experts in the arenas, shaped as in the slab, by slot and name."""
 
 
 def expert_factors(
     site: Site, slabs: Sequence[AdapterSlab], scaling: Tensor, dtype: torch.dtype
-) -> ExpertFactors | None:
+) -> tuple[ExpertFactors, ExpertViews] | None:
     """Allocates the arenas of a linear of the routed experts, zeros; None if no adapter is on it.
 
     Args:
         slabs: of the adapters, slot by slot.
         scaling: fp32 `[slots]`.
     """
-    spans: list[tuple[_Span, ...]] = []
+    # Adapters that share the outer factor have theirs in `outer_factors`.
+    loras = [slab.layout.lora for slab in slabs]
+    used = [
+        [s for s in site.targets if s.target in lora.target_modules and not lora.shares_outer]
+        for lora in loras
+    ]
     positions = [0]
-    for slab in slabs:
-        spans.append(tuple(_spans(site, slab, positions[-1])))
-        end = spans[-1][-1].end if spans[-1] else positions[-1]
+    for lora, shards in zip(loras, used, strict=True):
+        end = positions[-1] + sum(lora.rank_of(shard.target) for shard in shards)
         positions.append(-(-end // RANK_ALIGNMENT) * RANK_ALIGNMENT)
     if not positions[-1]:
         return None
     assert site.experts is not None, "a dense linear"
-    used = tuple(itertools.chain.from_iterable(spans))
     columns = max(shard.columns.begin + shard.columns.width for shard in site.targets)
     experts, ranks, device = len(site.experts), positions[-1], scaling.device
     arenas = ExpertArenas(
-        lora_a=torch.zeros(experts, ranks, used[0].shard.in_size, dtype=dtype, device=device),
+        lora_a=torch.zeros(experts, ranks, site.in_size, dtype=dtype, device=device),
         lora_b=torch.zeros(experts, ranks, columns, dtype=dtype, device=device),
         positions=torch.tensor([*positions, positions[-1]], dtype=torch.int32).to(device),
     )
-    targets = tuple(
-        tuple(_target(span, slab, arenas) for span in of_slot)
-        for of_slot, slab in zip(spans, slabs, strict=True)
-    )
-    return ExpertFactors(targets, scaling, arenas)
-
-
-def expert_views(
-    factors: ExpertFactors, site: Site, slab: AdapterSlab, slot: int
-) -> dict[str, Tensor]:
-    """Returns a slot's factors in the arenas by canonical name, in the shapes of its slab."""
-    views = {}
-    for span, target in zip(_spans(site, slab, 0), factors.targets[slot], strict=True):
-        views[f"{span.shard.name}.lora_a"] = target.lora_a
-        views[f"{span.shard.name}.lora_b"] = target.lora_b
-    return views
-
-
-def _spans(site: Site, slab: AdapterSlab, begin: int) -> Iterator[_Span]:
-    lora = slab.layout.lora
-    if lora.shares_outer:  # `layers.arenas`
-        return
-    for shard in site.targets:
-        if shard.target in lora.target_modules:
-            end = begin + lora.rank_of(shard.target)
-            yield _Span(shard, begin, end)
-            begin = end
-
-
-def _target(span: _Span, slab: AdapterSlab, arenas: ExpertArenas) -> ExpertTarget:
-    grads, ranks, columns = slab.grad_views(), slice(span.begin, span.end), _outputs(span.shard)
-    return ExpertTarget(
-        columns=columns,
-        lora_a=arenas.lora_a[:, ranks],
-        lora_b=arenas.lora_b[:, ranks, columns],
-        grad_a=grads[f"{span.shard.name}.lora_a"],
-        grad_b=grads[f"{span.shard.name}.lora_b"],
-    )
+    targets: list[tuple[ExpertTarget, ...]] = []
+    views: ExpertViews = {}
+    for slot, (slab, shards) in enumerate(zip(slabs, used, strict=True)):
+        of_slot, begin = [], positions[slot]
+        for shard in shards:
+            rows = slice(begin, begin + loras[slot].rank_of(shard.target))
+            own, a, b = _outputs(shard), f"{shard.name}.lora_a", f"{shard.name}.lora_b"
+            views[slot, a], views[slot, b] = arenas.lora_a[:, rows], arenas.lora_b[:, rows, own]
+            grads, begin = slab.grad_views, rows.stop
+            of_slot.append(ExpertTarget(own, views[slot, a], views[slot, b], grads[a], grads[b]))
+        targets.append(tuple(of_slot))
+    return ExpertFactors(tuple(targets), scaling, arenas), views
 
 
 def _outputs(shard: TargetShard) -> slice:
@@ -374,7 +346,7 @@ def _sides(
     shards: Sequence[TargetShard], slab: AdapterSlab, copy: OuterCopy
 ) -> tuple[tuple[OuterTarget, ...], tuple[OuterTarget, ...]]:
     """Returns an adapter's shared factors at a linear, and its experts'."""
-    lora, grads = slab.layout.lora, slab.grad_views()
+    lora, grads = slab.layout.lora, slab.grad_views
     shared, own, begin = [], [], 0
     for shard in shards:
         ranks = slice(begin, begin + lora.rank_of(shard.target))

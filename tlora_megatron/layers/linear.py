@@ -6,7 +6,7 @@ is saved for backward. There is one for each way in which ranks share the adapte
     strategy                     its place in a linear
     shardings.FoldStrategy       in the base GEMM: factors lie as the base's weight does
     shardings.SLoraStrategy      in the base GEMM: both factors are sharded
-    layers.black_box             behind the base, which is called as it is
+    shardings.BlackBoxStrategy   behind the base, which is called as it is
 
 Over a base in FP8, x of a sequence-parallel linear travels as codes (`QuantisedInput`) wherever the
 adapters need no more of x than this rank's rows: codes of a row, and its s, are the same then.
@@ -17,9 +17,10 @@ before gathering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.frozen.parts import Vjp, frozen_dgrad, frozen_product
-from tlora_megatron.ops.lora.linear_ops import Base, SiteFactors
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, LinearOps, SiteFactors
 from tlora_megatron.ops.quantised.rows import QuantRows
 from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView
@@ -112,21 +113,10 @@ class QuantisedInput(NamedTuple):
     s: Tensor | None
     """The adapters' s of all rows; None without adapters."""
 
-
-class RankTransport(Protocol):
-    """Carries rows between the ranks of tensor parallelism: a `LinearLayout`, or a lane."""
-
-    def gather_together(self, tensors: Sequence[Tensor]) -> Sequence[Pending]:
-        """Starts gathering all ranks' rows of several tensors."""
-        ...
-
-    def sum_ranks(self, x: Tensor) -> Pending:
-        """Starts summing over the ranks; x may be overwritten."""
-        ...
-
-
-OwnS = Callable[[Tensor, MicroBatchView], Tensor]
-"""`own_s(x_WK, view)` returns s of this rank's rows, 0 in the others."""
+    def known(self, base: Base) -> KnownRows:
+        """Returns the base, which knows the codes of these rows."""
+        assert isinstance(base, QuantWeight), "codes come from a base that has them"
+        return KnownRows(base, self.rows)
 
 
 class Computed(NamedTuple):
@@ -138,20 +128,37 @@ class Computed(NamedTuple):
     backward: Backward
 
 
-class GemmStrategy(Protocol):
-    """Computes a base GEMM together with the adapters' branch."""
+class Strategy:
+    """One way to compute the adapters of one linear."""
 
-    layout: LinearLayout
+    def __init__(
+        self, ops: LinearOps, index: int, factors: Mapping[int, SiteFactors], layout: LinearLayout
+    ) -> None:
+        self.layout = layout
+        self._ops, self._index, self._factors = ops, index, factors
 
     @property
     def factors(self) -> SiteFactors | None:
         """The adapters' weights here; None where no job has a target."""
-        ...
+        return self._factors.get(self._index)
 
-    @property
-    def own_s(self) -> OwnS | None:
-        """Makes s of each rank's own rows; None where it needs x of all rows."""
-        ...
+    def bind(self, view: MicroBatchView) -> BoundLinear:
+        """Returns the linear of these factors over a micro-batch."""
+        factors = self.factors
+        assert factors is not None, f"site {self._index} must have factors, got none"
+        return self._ops.bind(factors, view.rows)
+
+
+class GemmStrategy(Strategy):
+    """Computes a base GEMM together with the adapters' branch."""
+
+    sums_ds = False
+    """Forward and backward need no more of a gathered x than this rank's rows: s and dS are summed
+    over the ranks instead."""
+
+    def own_s(self, x_WK: Tensor, view: MicroBatchView) -> Tensor:
+        """Returns s of this rank's rows, 0 in the others; only where `sums_ds`."""
+        return self.bind(view).down(x_WK, self.layout.input_window(view.rows.ends[-1]))
 
     def forward(
         self,
@@ -168,7 +175,7 @@ class GemmStrategy(Protocol):
                 `takes_codes`.
             lane: of the nano-batch; it also reduces dx.
         """
-        ...
+        raise NotImplementedError
 
 
 class MultiLoRALinear(torch.autograd.Function):
@@ -231,8 +238,7 @@ def multi_lora_linear(
 
 def frozen_linear(x: Tensor, base: Base, bias_N: Tensor | None, layout: LinearLayout) -> Tensor:
     """Returns `[..., N]` of x `[..., K]` without adapters, differentiable in x."""
-    frozen = _FrozenLinear(layout, None, None)
-    return MultiLoRALinear.apply(x, None, lambda x_TK: frozen.forward(x_TK, base, bias_N))
+    return MultiLoRALinear.apply(x, None, lambda x_TK: _frozen(x_TK, base, bias_N, layout))
 
 
 def multi_lora_linear_vjp(
@@ -260,7 +266,7 @@ def _compute(
     lane: Lane | None,
 ) -> Computed:
     if strategy.factors is None:
-        return _FrozenLinear(strategy.layout, lane, view.exactness).forward(x, base, bias_N)
+        return _frozen(x, base, bias_N, strategy.layout, lane, view.exactness)
     if lane is None and isinstance(x, Tensor):
         x = gather_codes(x, base, strategy, view, strategy.layout) or x
     return strategy.forward(x, base, bias_N, view, lane)
@@ -270,26 +276,30 @@ def takes_codes(strategy: GemmStrategy, base: Base) -> bool:
     """True if a linear's input travels as codes."""
     if not strategy.layout.gathers_input or not isinstance(base, QuantWeight):
         return False
-    return strategy.factors is None or strategy.own_s is not None
+    return strategy.factors is None or strategy.sums_ds
 
 
 def gather_codes(
-    x_WK: Tensor, base: Base, strategy: GemmStrategy, view: MicroBatchView, transport: RankTransport
+    x_WK: Tensor,
+    base: Base,
+    strategy: GemmStrategy,
+    view: MicroBatchView,
+    transport: LinearLayout | Lane,
 ) -> QuantisedInput | None:
     """Returns codes of all ranks' rows, and s; None where not `takes_codes`."""
     if not takes_codes(strategy, base):
         return None
-    assert isinstance(base, QuantWeight), "others have no codes"
-    if strategy.factors is None:
-        return _gather(x_WK, base, transport, None)
-    own_s = strategy.own_s
-    assert own_s is not None, "these adapters need x of all rows"
-    return _gather(x_WK, base, transport, lambda: own_s(x_WK, view))
+    own_s = None if strategy.factors is None else partial(strategy.own_s, x_WK, view)
+    return _gather(x_WK, base, transport, own_s)
 
 
 def _gather(
-    x_WK: Tensor, base: QuantWeight, transport: RankTransport, own_s: Callable[[], Tensor] | None
+    x_WK: Tensor,
+    base: Base,
+    transport: LinearLayout | Lane,
+    own_s: Callable[[], Tensor] | None = None,
 ) -> QuantisedInput:
+    assert isinstance(base, QuantWeight), "others have no codes"
     own, s = base.rows_of(x_WK), None
     codes, scales = transport.gather_together([own.codes_TK, own.scales])
     if own_s is not None:
@@ -305,35 +315,27 @@ def with_vjp(computed: Computed) -> tuple[Tensor, Vjp]:
     return y_TN, lambda dy_TN: backward(dy_TN, *saved)
 
 
-class _FrozenLinear(NamedTuple):
-    """A linear of Megatron's with a frozen weight and no adapters; saves nothing."""
+def _frozen(
+    x: Tensor | QuantisedInput,
+    base: Base,
+    bias_N: Tensor | None,
+    layout: LinearLayout,
+    lane: Lane | None = None,
+    exactness: Exactness | None = None,
+) -> Computed:
+    """Returns y `[T, N]` without adapters, and saves nothing; see `GemmStrategy.forward`."""
+    if lane is not None:
+        lane.take_local()  # nobody needs it
+    elif isinstance(x, Tensor):
+        coded = layout.gathers_input and isinstance(base, QuantWeight)
+        x = _gather(x, base, layout) if coded else layout.gather_input(x)
+    rows, known = (x, base) if isinstance(x, Tensor) else (x.x_WK, x.known(base))
+    y_TN = frozen_product(rows, known, bias_N, exactness)
 
-    layout: LinearLayout
-    lane: Lane | None
-    exactness: Exactness | None
+    def backward(dy_TN: Tensor, *, needs_dx: bool = True) -> Tensor | None:
+        if not needs_dx:
+            return None
+        dx_TK = frozen_dgrad(dy_TN, base, exactness)
+        return dx_TK if lane is not None else layout.reduce_dgrad(dx_TK).wait()
 
-    def forward(self, x: Tensor | QuantisedInput, base: Base, bias_N: Tensor | None) -> Computed:
-        """Returns y `[T, N]`; see `GemmStrategy.forward`."""
-        layout, lane, exactness = self
-        y_TN = frozen_product(*self._gathered(x, base), bias_N, exactness)
-
-        def backward(dy_TN: Tensor, *, needs_dx: bool = True) -> Tensor | None:
-            if not needs_dx:
-                return None
-            dx_TK = frozen_dgrad(dy_TN, base, exactness)
-            return dx_TK if lane is not None else layout.reduce_dgrad(dx_TK).wait()
-
-        return Computed(y_TN, (), backward)
-
-    def _gathered(self, x: Tensor | QuantisedInput, base: Base) -> tuple[Tensor, Base]:
-        """Returns what is multiplied, and with what."""
-        layout, lane, _ = self
-        if isinstance(x, Tensor):
-            if lane is not None:
-                lane.take_local()  # nobody needs it
-                return x, base
-            if not layout.gathers_input or not isinstance(base, QuantWeight):
-                return layout.gather_input(x), base
-            x = _gather(x, base, layout, None)
-        assert isinstance(base, QuantWeight), "codes come from a base that has them"
-        return x.x_WK, KnownRows(base, x.rows)
+    return Computed(y_TN, (), backward)

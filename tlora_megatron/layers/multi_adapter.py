@@ -15,11 +15,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.black_box import BlackBoxStrategy, InputNorm, black_box_vjp
 from tlora_megatron.layers.linear import (
     Computed,
     GemmStrategy,
@@ -29,11 +29,18 @@ from tlora_megatron.layers.linear import (
     computes_base,
     multi_lora_linear,
     multi_lora_linear_vjp,
+    with_vjp,
 )
-from tlora_megatron.layers.quantised_linear import held_base
-from tlora_megatron.layers.shardings import FoldStrategy, SLoraStrategy
+from tlora_megatron.layers.quantised_linear import held_codes
+from tlora_megatron.layers.shardings import (
+    BlackBoxStrategy,
+    FoldStrategy,
+    Norm,
+    SLoraStrategy,
+)
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.frozen.parts import Vjp
+from tlora_megatron.ops.frozen.parts import NormWeight, Vjp
+from tlora_megatron.ops.frozen.rms_norm import rms_norm_once_reference
 from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
@@ -81,7 +88,7 @@ class MultiAdapter:
         object.__setattr__(self, "tlora_adapters", adapters)
 
     def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
-        return LinearAdapters(site=site, gemm=FoldStrategy(bank, site, layout))
+        return product_adapters(bank, site, layout)
 
 
 class MegatronLinearMixin(MultiAdapter):
@@ -102,9 +109,6 @@ class MegatronLinearMixin(MultiAdapter):
             reduces_dgrad=site.kind == "column" and linear.allreduce_dgrad,
         )
 
-    def _make_adapters(self, bank: AdapterBank, site: Site, layout: LinearLayout) -> LinearAdapters:
-        return product_adapters(bank, site, layout)
-
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         view, lane, adapters = current_micro_batch(), None, self.tlora_adapters
         if adapters.site.kind == "column":
@@ -116,7 +120,7 @@ class MegatronLinearMixin(MultiAdapter):
         if view is None or gemm is None or not computes_base(gemm, view):
             return super()._forward_impl(input, weight, *args, **kwargs)  # type: ignore[misc]
         return multi_lora_linear(
-            input, held_base(self, weight), kwargs.get("bias"), gemm, view, lane
+            input, held_codes(self) or weight, kwargs.get("bias"), gemm, view, lane
         )
 
     def forward(self, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
@@ -139,7 +143,7 @@ class MegatronLinearMixin(MultiAdapter):
         there a row-parallel linear has no bias.
         """
         linear: Any = self
-        base = held_base(linear, linear.weight)
+        base = held_codes(linear) or linear.weight
         return product_vjp(base, linear.bias, self.tlora_adapters, x, view, lane)
 
 
@@ -164,10 +168,12 @@ def product_vjp(
     if is_row and lane is None:
         y, vjp = reduced(*product, gemm.layout)
         product = (y if bias_N is None else y + bias_N, vjp)
-    if output is None:
+    if output is None or output.factors is None:
         return product
     assert isinstance(x, Tensor), "a branch behind the GEMM is made of x itself"
-    return black_box_vjp(x, product, output, view)
+    base_y, base_back = product
+    y, branch_back = with_vjp(output.forward(x, base_y, view))
+    return y, lambda dy: branch_back(dy).add_(base_back(dy))
 
 
 def reduced(y: Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[Tensor, Vjp]:
@@ -197,7 +203,7 @@ _ONE_RANK: dict[str, Any] = {
 
 
 def _add_branch(
-    output: BlackBoxStrategy | None, x: Tensor, base_y: Tensor, norm: InputNorm | None = None
+    output: BlackBoxStrategy | None, x: Tensor, base_y: Tensor, norm: Norm | None = None
 ) -> Tensor:
     """Adds the adapters' branch, of the bound micro-batch, to what a linear has returned."""
     view = current_micro_batch()
@@ -241,6 +247,30 @@ class BlackBoxMixin(MultiAdapter):
         if not hasattr(self, "tlora_adapters"):
             return y, bias  # prepared, and the base is scored before it has adapters
         return _add_branch(self.tlora_adapters.output, x, y, norm), bias
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InputNorm:
+    """The frozen norm that a base linear begins with."""
+
+    weight_K: Tensor
+    bias_K: Tensor | None
+    eps: float
+    is_rms: bool
+    zero_centered: bool
+    """The weight is held less 1."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Normalises `[..., K]` in fp32, which is then rounded once."""
+        weight_K, bias_K, wide = self.weight_K, self.bias_K, x
+        if self.is_rms:
+            return rms_norm_once_reference(x, NormWeight(weight_K, self.eps, self.zero_centered))
+        if self.zero_centered or weight_K.dtype != x.dtype:
+            # torch's norms of one dtype are fp32 inside, in a pass; 1 + weight would be rounded.
+            weight_K = weight_K.float() + self.zero_centered
+            bias_K = None if bias_K is None else bias_K.float()
+            wide = x.float()
+        return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, self.eps).to(x.dtype)
 
 
 def _input_norm(module: Any) -> InputNorm | None:

@@ -14,19 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from tlora_megatron.layers.linear import LinearLayout, frozen_linear
-from tlora_megatron.ops.lora.linear_ops import Base
 from tlora_megatron.ops.quantised.rows import GROUP
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.quantised.weight_codes import Kind
 
 _HELD = "tlora_codes"
 _SCALE = "weight_scale"
-
-
-def held_base(linear: Any, weight: Tensor) -> Base:
-    """Returns what a linear multiplies with: its codes and scales, or the weight it would take."""
-    held = held_codes(linear)
-    return weight if held is None else held
 
 
 def held_codes(linear: Any) -> QuantWeight | None:
@@ -50,7 +43,7 @@ class QuantisedLinearMixin(nn.Module):
             sequence_parallel=kwargs["sequence_parallel"],
             reduces_dgrad=kwargs["allreduce_dgrad"],
         )
-        return frozen_linear(input, held_base(self, weight), bias, layout)
+        return frozen_linear(input, held_codes(self) or weight, bias, layout)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves codes and scales, but leaves the scales in fp32."""

@@ -11,6 +11,7 @@ column-parallel linears over its rank rows, `lora_b` of row-parallel ones over i
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,32 +21,19 @@ from torch import Tensor
 
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
 from tlora_megatron.model.layout import ExpertPlace, LoraSharding, ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import (
+    ALL_LINEARS,
+    COLUMN_PARALLEL,
+    EXPERT_LINEARS,
+    LINEAR_TARGETS,
+    SHARED_EXPERT_LINEARS,
+    ModelSpec,
+)
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
-LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
-    "linear_proj": ("o_proj", "linear_proj"),
-    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
-    "linear_fc2": ("down_proj", "linear_fc2"),
-}
-"""Targets that live on each Megatron linear of a dense layer."""
-SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
-    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
-    "shared_fc2": ("shared_expert.down_proj",),
-}
-"""Targets that live on the linears of a shared expert, in models that have one."""
-EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
-    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
-    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
-}
-"""Targets that live on the linears of routed experts; each expert has its own factors."""
-ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
-"""Those of dense linears, whose rows are the micro-batch's."""
-_BEYOND = ((SHARED_EXPERT_LINEARS, 1 << 20), (EXPERT_LINEARS, 1 << 21))
-"""Index of layer 0's shared expert and of its routed experts, beyond any dense linear's; dropout
-masks depend on them."""
-_COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
+_NUMBERED = ((LINEAR_TARGETS, 0), (SHARED_EXPERT_LINEARS, 1 << 20), (EXPERT_LINEARS, 1 << 21))
+"""Indices of layer 0's linears; those of experts lie beyond any dense linear's. Dropout masks
+depend on them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,9 +60,13 @@ class TargetShard:
 class Site:
     """One linear module of this rank with all targets that may be adapted on it."""
 
+    index: int
+    """Unique over the model."""
+    dropout_index: int
+    """Key of this linear's dropout."""
     layer: int
     linear: str
-    """A key of `ALL_LINEARS` or `EXPERT_LINEARS`."""
+    """A key of `ALL_LINEARS` or `EXPERT_LINEARS`; of a plain linear its only target."""
     kind: Literal["column", "row"]
     tp_rank: int
     tp_size: int
@@ -86,19 +78,6 @@ class Site:
     experts: range | None = None
     """Numbers of the routed experts that this rank holds; None = a dense linear. The TP rank and
     size are then those that cut each expert."""
-
-    @property
-    def index(self) -> int:
-        """Index of the site, unique over the model."""
-        for linears, first in _BEYOND:
-            if self.linear in linears:
-                return first + self.layer * len(linears) + list(linears).index(self.linear)
-        return self.layer * len(LINEAR_TARGETS) + list(LINEAR_TARGETS).index(self.linear)
-
-    @property
-    def dropout_index(self) -> int:
-        """Key of this linear's dropout."""
-        return self.index
 
     @property
     def first_column(self) -> int:
@@ -131,7 +110,7 @@ def make_site(
 ) -> Site:
     """Describes the linear `linear` of global layer `layer` on one TP rank."""
     out_size, in_size = spec.target_shape(linear)
-    kind: Literal["column", "row"] = "column" if linear in _COLUMN else "row"
+    kind: Literal["column", "row"] = "column" if linear in COLUMN_PARALLEL else "row"
     if kind == "column":
         out_size //= tp_size
     else:
@@ -150,7 +129,10 @@ def make_site(
         )
         for target in (ALL_LINEARS | EXPERT_LINEARS)[linear]
     )
+    index = _site_index(layer, linear)
     return Site(
+        index=index,
+        dropout_index=index,
         layer=layer,
         linear=linear,
         kind=kind,
@@ -163,9 +145,14 @@ def make_site(
     )
 
 
+def _site_index(layer: int, linear: str) -> int:
+    linears, first = next(numbered for numbered in _NUMBERED if linear in numbered[0])
+    return first + layer * len(linears) + list(linears).index(linear)
+
+
 @functools.cache
 def stage_sites(
-    spec: ModelSpec,
+    spec: Backbone,
     layout: ParallelLayout,
     *,
     tp_rank: int,
@@ -178,6 +165,12 @@ def stage_sites(
 
     Cached: the writer asks for those of every rank whenever a job is saved, 0.2 s for 70B and TP 8.
     """
+    if isinstance(spec, LinearsSpec):
+        return tuple(
+            _plain_site(spec, layer, position, tp_rank, layout.tp_size)
+            for layer in range(spec.num_layers)
+            for position in range(len(spec.linears))
+        )
     linears = _stage_linears(spec, layout, pp_rank)
     dense = tuple(
         make_site(spec, layer, linear, tp_rank, layout.tp_size, layout.lora_sharding)
@@ -257,28 +250,21 @@ def _output_columns(
     spec: ModelSpec, linear: str, out_size: int, tp_size: int
 ) -> dict[str, OutputColumns]:
     """Returns each target's columns in the local output; q, k, v lie group by group."""
-    whole = OutputColumns(groups=1, stride=out_size, begin=0, width=out_size)
+    groups = 1
+    widths: tuple[int, ...] = ()
     if linear == "linear_qkv":
-        groups = spec.num_kv_heads // tp_size
-        head = spec.head_dim
-        q = spec.num_heads // spec.num_kv_heads * head
-        begins = {"q_proj": (0, q), "k_proj": (q, head), "v_proj": (q + head, head)}
-        stride = q + 2 * head
-        parts = {
-            name: OutputColumns(groups=groups, stride=stride, begin=begin, width=width)
-            for name, (begin, width) in begins.items()
-        }
-        return {**parts, "linear_qkv": whole}
+        groups, head = spec.num_kv_heads // tp_size, spec.head_dim
+        widths = (spec.num_heads // spec.num_kv_heads * head, head, head)
+    elif linear in COLUMN_PARALLEL:
+        widths = (out_size // 2, out_size // 2)
+    stride, begins = sum(widths), itertools.accumulate(widths, initial=0)
     targets = (ALL_LINEARS | EXPERT_LINEARS)[linear]
-    if linear in ("linear_fc1", "shared_fc1", "experts_fc1"):
-        half = out_size // 2
-        gate, up, *fused = targets
-        return {
-            gate: OutputColumns(groups=1, stride=out_size, begin=0, width=half),
-            up: OutputColumns(groups=1, stride=out_size, begin=half, width=half),
-            **dict.fromkeys(fused, whole),
-        }
-    return dict.fromkeys(targets, whole)
+    parts = {
+        target: OutputColumns(groups=groups, stride=stride, begin=begin, width=width)
+        for target, begin, width in zip(targets, begins, widths, strict=False)
+    }
+    whole = OutputColumns(groups=1, stride=out_size, begin=0, width=out_size)
+    return dict.fromkeys(targets, whole) | parts
 
 
 def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> Tensor:
@@ -291,59 +277,7 @@ def _lora_b_rows(spec: ModelSpec, target: str, tp_rank: int, tp_size: int) -> Te
     return tp_rank * local + torch.arange(local)
 
 
-_FUSED = {target: index for index, held in enumerate(LINEAR_TARGETS.values()) for target in held}
-"""Place of the Megatron linear that holds a target."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PlainSite(Site):
-    """One plain linear of one layer, the only target on itself."""
-
-    position: int
-    """Index of the linear in its layer."""
-    num_linears: int
-    """Linears in a layer."""
-    num_layers: int
-
-    @property
-    def index(self) -> int:
-        """Index of the site, unique over the model."""
-        return self.layer * self.num_linears + self.position
-
-    @property
-    def dropout_index(self) -> int:
-        """Index of the Megatron linear that holds the target: q, k and v drop the same."""
-        if self.linear in _FUSED:
-            return self.layer * len(LINEAR_TARGETS) + _FUSED[self.linear]
-        return self.num_layers * len(LINEAR_TARGETS) + self.index
-
-
-def rank_sites(
-    spec: Backbone,
-    layout: ParallelLayout,
-    *,
-    tp_rank: int,
-    pp_rank: int,
-    place: ExpertPlace = ExpertPlace(),  # noqa: B008 - frozen
-) -> tuple[Site, ...]:
-    """Returns all linears of one rank that may carry adapters, layer by layer."""
-    if isinstance(spec, LinearsSpec):
-        return _plain_sites(spec, tp_rank, layout.tp_size)
-    return stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
-
-
-@functools.cache
-def _plain_sites(spec: LinearsSpec, tp_rank: int, tp_size: int) -> tuple[Site, ...]:
-    return tuple(
-        _plain_site(spec, layer, position, tp_rank, tp_size)
-        for layer in range(spec.num_layers)
-        for position in range(len(spec.linears))
-    )
-
-
-def _plain_site(
-    spec: LinearsSpec, layer: int, position: int, tp_rank: int, tp_size: int
-) -> PlainSite:
+def _plain_site(spec: LinearsSpec, layer: int, position: int, tp_rank: int, tp_size: int) -> Site:
     linear = spec.linears[position]
     out_size, in_size = linear.out_size, linear.in_size
     rows = columns = None
@@ -361,7 +295,15 @@ def _plain_site(
         lora_b_rows=rows,
         in_size=in_size,
     )
-    return PlainSite(
+    # q, k and v drop the same: they have the key of the Megatron linear that holds them.
+    index = layer * len(spec.linears) + position
+    dropout_index = spec.num_layers * len(LINEAR_TARGETS) + index
+    for held_by, targets in LINEAR_TARGETS.items():
+        if linear.target in targets:
+            dropout_index = _site_index(layer, held_by)
+    return Site(
+        index=index,
+        dropout_index=dropout_index,
         layer=layer,
         linear=linear.target,
         kind=linear.kind,
@@ -370,7 +312,4 @@ def _plain_site(
         in_size=in_size,
         out_size=out_size,
         targets=(shard,),
-        position=position,
-        num_linears=len(spec.linears),
-        num_layers=spec.num_layers,
     )

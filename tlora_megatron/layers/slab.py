@@ -105,19 +105,16 @@ class AdapterSlab:
             return torch.zeros(numel, device=self.grad.device)
         return torch.zeros(numel, pin_memory=self.grad.is_cuda)
 
-    def grad_views(self) -> dict[str, Tensor]:
-        """Returns each factor's gradient by its name: the views that backward adds to."""
-        return self._grad_views
-
     @cached_property
-    def _grad_views(self) -> dict[str, Tensor]:
+    def grad_views(self) -> dict[str, Tensor]:
+        """Each factor's gradient by its name: the views that backward adds to."""
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         return {factor.name: view for factor, view in views} | self._spread
 
     @cached_property
     def unaligned(self) -> frozenset[str]:
         """Names of the gradients that the fastest kernels cannot add to."""
-        return frozenset(n for n, view in self._grad_views.items() if not are_aligned(((view,),)))
+        return frozenset(n for n, view in self.grad_views.items() if not are_aligned(((view,),)))
 
     def collect_grad(self) -> None:
         """Moves gradients of blocks into `grad`; must be called before anyone reads it."""
@@ -325,12 +322,11 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     Raises:
         ValueError: naming the first tensor that holds NaN or inf.
     """
+    finite: np.ndarray | Tensor
     for name, tensor in tensors.items():
-        if not _is_finite(tensor):
+        if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+            finite = np.isfinite(tensor.detach().numpy())  # 20 GB/s, where torch has 0.6
+        else:
+            finite = tensor.isfinite()
+        if not finite.all():
             raise ValueError(f"{name} must be finite, got NaN or inf")
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
-        return bool(np.isfinite(tensor.detach().numpy()).all())  # 20 GB/s, where torch has 0.6
-    return bool(tensor.isfinite().all())

@@ -60,17 +60,16 @@ class _Run(NamedTuple):
 
     def in_slab(self, flat: Tensor) -> Tensor:
         """Returns the view `[pieces, rows, columns]` of a flat slab."""
-        first = self.first
-        shape = (self.num_pieces, first.num_rows, first.num_columns)
-        begin = flat.storage_offset() + first.begin
-        return flat.as_strided(shape, (self.stride, first.row_size, 1), begin)
+        return self._view(flat, self.first.begin, self.stride, self.first.row_size)
 
     def packed(self, flat: Tensor) -> Tensor:
         """Returns the view `[pieces, rows, columns]` of a contiguous packed buffer."""
         first = self.first
-        shape = (self.num_pieces, first.num_rows, first.num_columns)
-        begin = flat.storage_offset() + first.packed_begin
-        return flat.as_strided(shape, (self.packed_stride, first.packed_row_size, 1), begin)
+        return self._view(flat, first.packed_begin, self.packed_stride, first.packed_row_size)
+
+    def _view(self, flat: Tensor, begin: int, stride: int, row_size: int) -> Tensor:
+        shape = (self.num_pieces, self.first.num_rows, self.first.num_columns)
+        return flat.as_strided(shape, (stride, row_size, 1), flat.storage_offset() + begin)
 
 
 class PackedPart(NamedTuple):

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
@@ -58,27 +57,21 @@ class Factor(NamedTuple):
             return rows, columns * self.num_blocks
         return rows * self.num_blocks, columns
 
-    def shard_of(self, whole: Tensor) -> Tensor:
-        """Returns this rank's part of the whole canonical tensor, in slab orientation."""
-        part = self._part(whole)
-        if self.which == "lora_b":
-            return part.mT
-        # Under s_lora the last ranks' shares of the rank rows may be filled up.
-        return F.pad(part, (0, 0, 0, self.shape[-2] - part.shape[-2]))
-
     def take(self, whole: Tensor, local: Tensor) -> None:
-        """Writes this rank's part of the whole canonical tensor into a CPU tensor, as `shard_of`.
+        """Writes this rank's part of the whole canonical CPU tensor, in slab orientation.
 
-        By numpy, as in `place`.
+        By numpy, as in `place`. Under s_lora the last ranks' shares of the rank rows may be filled
+        up with zeros.
         """
-        part = self._part(whole).float().numpy()
+        rows, columns = self.held
+        part = self._of_experts(whole)[..., rows, :][..., columns].float().numpy()
         values = part if self.which == "lora_a" else part.swapaxes(-1, -2)
         room, size = local.numpy(), values.shape[-2]
         room[..., :size, :] = values
         room[..., size:, :] = 0
 
     def place(self, whole: Tensor, local: Tensor) -> None:
-        """Writes this rank's part into the whole canonical CPU tensor: inverse of `shard_of`.
+        """Writes this rank's part into the whole canonical CPU tensor: inverse of `take`.
 
         By numpy, which transposes twice as fast as torch does and starts no threads for it.
         """
@@ -87,10 +80,6 @@ class Factor(NamedTuple):
         size = of_experts[..., rows, :].shape[-2]
         values = local[..., :size, :] if self.which == "lora_a" else local.mT
         of_experts.numpy()[..., place, columns] = values.numpy()
-
-    def _part(self, whole: Tensor) -> Tensor:
-        rows, columns = self.held
-        return self._of_experts(whole)[..., rows, :][..., columns]
 
     def _of_experts(self, whole: Tensor) -> Tensor:
         """Returns this rank's experts of the whole tensor, a view."""
@@ -173,11 +162,7 @@ def _lay_out(sites: Sequence[Site], lora: LoraSpec, offset: int) -> tuple[list[F
         for site, shard, which in _wanted(sites, lora, replicated=replicated):
             if lora.is_shared(shard.target, which):
                 continue
-            shares_all = site.lora_sharding == "s_lora" and not lora.is_block_diagonal
-            make = _shared_factor if shares_all else _factor
-            if site.experts is not None:
-                make = _expert_factor
-            factors.append(make(site, shard, which, offset, lora))
+            factors.append(_factor(site, shard, which, offset, lora))
             offset += factors[-1].numel
         numels.append(offset - begin)
     shared = any(site.tp_size > 1 and site.lora_sharding != "s_lora" for site in sites)
@@ -206,53 +191,34 @@ def _shared_by_experts(sites: Sequence[Site], lora: LoraSpec) -> list[Factor]:
 
 
 def _factor(site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec) -> Factor:
-    """Returns one factor's part on this rank.
+    """Returns one factor's part on this rank, cut as the base's weight is.
 
     A rank has all rank rows of a standard adapter, and of a block-diagonal one the blocks that meet
     its part of the base (arXiv 2510.23346, section 3).
     """
-    rank, whole = lora.local_rank(site.tp_size), slice(None)
-    ranks = slice(site.tp_rank * rank, (site.tp_rank + 1) * rank)
-    if not lora.is_block_diagonal:
-        ranks = whole
-    is_block = which == lora.block_factor(shard.target)
-    blocks = lora.num_blocks // site.tp_size if is_block else 1
-    rows, columns = _held(shard, which)
-    if which == "lora_a":
-        # Blocks below one another: those of some rows of the rank are whole rows.
-        shape = (rank, shard.in_size // blocks)
-        return Factor(shard, which, offset, shape, (ranks, whole if is_block else columns), blocks)
-    shape = (rank // blocks, shard.columns.size)
-    return Factor(shard, which, offset, shape, (rows, whole if is_block else ranks), blocks)
-
-
-def _held(shard: TargetShard, which: _Which) -> tuple[slice | Tensor, slice]:
-    """Returns a rank's rows and columns of a whole factor, as the base's weight is cut."""
-    whole = slice(None)
-    if which == "lora_a":
-        return whole, shard.lora_a_columns or whole
-    return whole if shard.lora_b_rows is None else shard.lora_b_rows, whole
-
-
-def _expert_factor(
-    site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec
-) -> Factor:
-    """Returns one factor of the routed experts that this rank holds: a matrix for each."""
-    assert site.experts is not None, "a dense linear"
-    size = shard.in_size if which == "lora_a" else shard.columns.size
-    shape = (len(site.experts), lora.rank_of(shard.target), size)
-    return Factor(shard, which, offset, shape, _held(shard, which), experts=site.experts)
-
-
-def _shared_factor(
-    site: Site, shard: TargetShard, which: _Which, offset: int, lora: LoraSpec
-) -> Factor:
-    """Returns one factor of a standard adapter under s_lora, where nothing is replicated."""
-    if (which == "lora_a") != (site.kind == "column"):
-        return _factor(site, shard, which, offset, lora)
-    if which == "lora_a":
+    whole, is_a = slice(None), which == "lora_a"
+    rows = whole if is_a or shard.lora_b_rows is None else shard.lora_b_rows
+    columns = shard.lora_a_columns if is_a and shard.lora_a_columns else whole
+    size = shard.in_size if is_a else shard.columns.size
+    if site.experts is not None:
+        shape = (len(site.experts), lora.rank_of(shard.target), size)
+        return Factor(shard, which, offset, shape, (rows, columns), experts=site.experts)
+    if lora.is_block_diagonal:
+        rank = lora.local_rank(site.tp_size)
+        ranks = slice(site.tp_rank * rank, (site.tp_rank + 1) * rank)
+        is_block = which == lora.block_factor(shard.target)
+        blocks = lora.num_blocks // site.tp_size if is_block else 1
+        if is_a:
+            # Blocks below one another: those of some rows of the rank are whole rows.
+            held = (ranks, whole if is_block else columns)
+            return Factor(shard, which, offset, (rank, size // blocks), held, blocks)
+        held_b = (rows, whole if is_block else ranks)
+        return Factor(shard, which, offset, (rank // blocks, size), held_b, blocks)
+    if site.lora_sharding != "s_lora" or is_a != (site.kind == "column"):
+        return Factor(shard, which, offset, (lora.rank, size), (rows, columns))
+    if is_a:
         size, ranks = site.rank_rows(lora.rank)
-        return Factor(shard, which, offset, (size, shard.in_size), (ranks, slice(None)))
+        return Factor(shard, which, offset, (size, shard.in_size), (ranks, whole))
     own = site.own_outputs
     rows = slice(own.begin, own.begin + own.width)
-    return Factor(shard, which, offset, (lora.rank, own.width), (rows, slice(None)))
+    return Factor(shard, which, offset, (lora.rank, own.width), (rows, whole))

@@ -16,9 +16,7 @@ from tlora_megatron.config.job import (
     LoraSpec,
 )
 from tlora_megatron.config.rules import either_of, nearest_options
-from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.model.gpt_oss import MODEL_TYPE
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import GPT_OSS, ExpertsSpec, ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +174,7 @@ def over_base(job: JobSpec, spec: Backbone) -> JobSpec:
     if isinstance(spec, ModelSpec) and spec.gpt_oss is not None and job.lora.expert_targets:
         raise ValueError(
             f"lora.target_modules of job {job.name!r} must be among {', '.join(spec.peft_targets)} "
-            f"over a base of model_type {MODEL_TYPE}, whose experts carry no adapters yet, got "
+            f"over a base of model_type {GPT_OSS}, whose experts carry no adapters yet, got "
             f"{job.lora.expert_targets[0].removeprefix('experts.')}"
         )
     _check(job)

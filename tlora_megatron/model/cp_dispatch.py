@@ -8,12 +8,11 @@ Whole numbers only: every process finds the same without a word to the others.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import ReplicaRate, deal, largest_first
 
 Cut = Callable[[Sequence[int], int], list[list[int]]]
 """From the rows of a team's sequences and its size to its micro-batches: places in the rows."""
@@ -101,12 +100,12 @@ def _choices(lengths: Sequence[int], rates: CpRates) -> Iterator[list[int]]:
 
 
 def _shared(lengths: Sequence[int], sizes: Sequence[int], rates: CpRates, cut: Cut) -> TeamShares:
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = largest_first(lengths)
     size, ends = rates.cp_size, [0]
     teams: list[CpTeam] = []
     places: list[tuple[int, ...]] = []
     while size:
-        own = _dealt([i for i in order if sizes[i] == size], lengths, rates.of(size), ends)
+        own = deal([i for i in order if sizes[i] == size], lengths, rates.of(size), ends)
         for number, mine in enumerate(own):
             parts = cut([lengths[i] for i in mine], size)
             teams += [CpTeam(number * size, size)] * len(parts)
@@ -116,21 +115,6 @@ def _shared(lengths: Sequence[int], sizes: Sequence[int], rates: CpRates, cut: C
         if size:
             ends = [end for end in ends for _ in range(2)]
     return TeamShares(tuple(teams), tuple(places), tuple(ends))
-
-
-def _dealt(
-    order: Sequence[int], lengths: Sequence[int], rate: ReplicaRate, ends: list[int]
-) -> list[list[int]]:
-    """Deals sequences to the teams of one size, whose ends so far it brings up to date."""
-    own: list[list[int]] = [[] for _ in ends]
-    free = [(end, number) for number, end in enumerate(ends)]
-    heapq.heapify(free)
-    for i in order:
-        end, number = free[0]
-        own[number].append(i)
-        ends[number] = end + rate.sequence_ps(lengths[i])
-        heapq.heapreplace(free, (ends[number], number))
-    return own
 
 
 def team_ends_ps(shares: Sequence[tuple[CpTeam, Sequence[int]]], rates: CpRates) -> list[int]:

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaRate
-
 _ONE = 1 << 24
 """Fixed-point 1 of prices and steps."""
 _FIRST_STEP, _LATER_STEP, _PRICE_STEPS = (3, 5), (9, 10), 48
@@ -27,6 +25,38 @@ the one before, and their number. Of the schedules that were tried on 200 drawn 
 square root of their number leave 3.4 %, twice as long first ones do not converge."""
 _NEVER = 1 << 200
 """Cost of a sequence where it does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaRate:
+    """Predicted time that one replica takes for its part of a round.
+
+    A sequence of x rows takes `token_ps * x + square_ps * x**2` picoseconds.
+    """
+
+    token_ps: int
+    """Picoseconds a row, forward and backward, recompute included."""
+    square_ps: int
+    """Picoseconds a squared row of a sequence: attention."""
+    fixed_ps: int = 0
+    """Picoseconds a micro-batch, however many rows it has."""
+    longest: int
+    """Rows that one of its micro-batches may hold, and so the longest sequence it may be given."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("token_ps", 1), ("square_ps", 0), ("fixed_ps", 0), ("longest", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {value}")
+
+    def sequence_ps(self, rows: int) -> int:
+        """Picoseconds of a sequence of so many rows."""
+        return (self.token_ps + self.square_ps * rows) * rows
+
+
+def largest_first(sizes: Sequence[int]) -> list[int]:
+    """Returns the places of sizes, the largest first; equal ones stay in their order."""
+    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
 
 
 def admit(queues: Sequence[Sequence[int]], *, first_slot: int, rooms: Sequence[int]) -> list[int]:
@@ -70,7 +100,7 @@ def turns(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
     Returns:
         Places in `lengths`.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = largest_first(lengths)
     if len(set(rates)) == 1:
         return order
     digits = max(1, (len(order) - 1).bit_length())
@@ -104,7 +134,7 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
             f"sequences must be at most {longest} rows, which a replica can hold, "
             f"got {max(lengths)}"
         )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = largest_first(lengths)
     if len(set(rates)) == 1:
         return _assign_alike(lengths, order, rates)
     return _Unlike(lengths, order, rates).assign()
@@ -122,13 +152,13 @@ def cut(lengths: Sequence[int], budget: int, fewest: int = 0) -> list[list[int]]
     Returns:
         Places in `lengths`, by micro-batch.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = largest_first(lengths)
     packed = _first_fit(lengths, order, budget)
     packed += [[] for _ in range(fewest - len(packed))]
     even = cut_evenly(lengths, len(packed), budget) if len(packed) > 1 else None
     parts = packed if even is None else even
     rows = [sum(lengths[i] for i in part) for part in parts]
-    return [parts[i] for i in sorted(range(len(parts)), key=lambda i: (-rows[i], i))]
+    return [parts[i] for i in largest_first(rows)]
 
 
 def share_out(
@@ -173,7 +203,7 @@ def cut_evenly(lengths: Sequence[int], count: int, budget: int) -> list[list[int
     """
     loads = [(0, part) for part in range(count)]
     parts: list[list[int]] = [[] for _ in loads]
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for i in largest_first(lengths):
         load, part = loads[0]
         if load + lengths[i] > budget:
             return None
@@ -199,19 +229,33 @@ def _assign_alike(
     lengths: Sequence[int], order: Sequence[int], rates: Sequence[ReplicaRate]
 ) -> Assignment:
     rate, count = rates[0], len(rates)
-    ends = [(0, replica) for replica in range(count)]
-    replicas = [0] * len(lengths)
-    costs = {rows: rate.sequence_ps(rows) for rows in set(lengths)}
-    for i in order:
-        end, replica = ends[0]
-        replicas[i] = replica
-        heapq.heapreplace(ends, (end + costs[lengths[i]], replica))
-    total = sum(end for end, _ in ends)
-    bound = max(-(-total // count), max(costs.values(), default=0))
+    ends = [0] * count
+    own = deal(order, lengths, rate, ends)
+    bound = max(-(-sum(ends) // count), rate.sequence_ps(max(lengths, default=0)))
     if len(order) > count:  # two of the longest count + 1 share a replica
-        bound = max(bound, sum(costs[lengths[i]] for i in order[count - 1 : count + 1]))
-    by_replica = sorted(ends, key=lambda entry: entry[1])
-    return Assignment(tuple(replicas), tuple(end for end, _ in by_replica), bound)
+        bound = max(bound, sum(rate.sequence_ps(lengths[i]) for i in order[count - 1 : count + 1]))
+    return _assigned(own, ends, bound)
+
+
+def deal(
+    order: Sequence[int], lengths: Sequence[int], rate: ReplicaRate, ends: list[int]
+) -> list[list[int]]:
+    """Deals sequences to what ends first, of one speed; brings the ends so far up to date."""
+    own: list[list[int]] = [[] for _ in ends]
+    free = [(end, number) for number, end in enumerate(ends)]
+    heapq.heapify(free)
+    for i in order:
+        end, number = free[0]
+        own[number].append(i)
+        ends[number] = end + rate.sequence_ps(lengths[i])
+        heapq.heapreplace(free, (ends[number], number))
+    return own
+
+
+def _assigned(own: Sequence[Sequence[int]], ends: Sequence[int], bound: int) -> Assignment:
+    replica_of = {i: replica for replica, places in enumerate(own) for i in places}
+    replicas = tuple(replica_of[i] for i in range(len(replica_of)))
+    return Assignment(replicas, tuple(ends), bound)
 
 
 @dataclass(slots=True)
@@ -254,11 +298,7 @@ class _Unlike:
         for _ in range(4 * len(self._ends)):
             if not self._move():
                 break
-        replicas = [0] * len(self._lengths)
-        for replica, own in enumerate(self._own):
-            for i in own:
-                replicas[i] = replica
-        return Assignment(tuple(replicas), tuple(self._ends), bound)
+        return _assigned(self._own, self._ends, bound)
 
     def _find_prices(self) -> tuple[list[int], int]:
         """Raises the price of kinds with more than their part; returns the best, and its bound."""

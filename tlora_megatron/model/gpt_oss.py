@@ -1,20 +1,14 @@
-"""Parts of gpt-oss that other bases lack, as its `config.json` states them.
-
-Attention has a window in some layers and a sink in all of them: a learned logit per head that takes
-its share of each softmax and adds nothing. Positions may be scaled by YaRN (arXiv 2309.00071). All
-attention linears have biases.
-"""
+"""Reads what gpt-oss has and other bases lack: windows, sinks, biases and YaRN."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from tlora_megatron.model.config_values import count, positive
+from tlora_megatron.model.spec import GptOssAttention, Yarn
 
-MODEL_TYPE = "gpt_oss"
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -40,32 +34,6 @@ ROPE_DEFAULTS: dict[str, Any] = {
     "original_max_position_embeddings": 4096,
 }
 """Rotary parameters of a file that has none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Yarn:
-    """YaRN's scaling of rotary frequencies."""
-
-    factor: float
-    """Divides low frequencies."""
-    beta_fast: float
-    """Rotations over the original positions from which a frequency stays."""
-    beta_slow: float
-    """Rotations below which it is divided whole."""
-    original_positions: int
-    truncates: bool
-    """The bounds between the two are rounded to whole dimensions."""
-    attention_factor: float
-    """Of cosine and sine."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GptOssAttention:
-    """Attention of a gpt-oss base, beside what all bases have."""
-
-    windows: tuple[int | None, ...]
-    """Of each layer: tokens that a query sees, its own included; None = all earlier ones."""
-    yarn: Yarn | None
 
 
 def read_attention(
@@ -118,16 +86,3 @@ def _read_yarn(values: Mapping[str, Any], rope: Mapping[str, Any]) -> Yarn:
         truncates=truncates,
         attention_factor=positive(rope, "attention_factor", default=scales_by),
     )
-
-
-def refuse_gpt_oss(model_type: str, what: str) -> None:
-    """Refuses a gpt-oss base where only `tlora train` computes it.
-
-    Args:
-        what: begins the sentence: "the base of ...".
-    """
-    if model_type == MODEL_TYPE:
-        raise ValueError(
-            f"{what} must not be of model_type {MODEL_TYPE} yet, got one; "
-            "train its jobs with tlora train"
-        )

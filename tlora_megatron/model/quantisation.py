@@ -16,10 +16,8 @@ from typing import Any, Literal
 
 from tlora_megatron.config.schema import EMBEDDING, HEAD, BaseModelSpec
 from tlora_megatron.config.sections import is_unquantised
-from tlora_megatron.model.experts import refuse_experts
-from tlora_megatron.model.gpt_oss import MODEL_TYPE
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import GPT_OSS, LINEAR_TARGETS, ModelSpec, refuse_experts
 
 Strategy = Literal["channel", "tensor", "block"]
 BLOCK = (128, 128)
@@ -71,7 +69,7 @@ def read_published_format(config_json: Path) -> PublishedFormat | None:
     values = _read(config_json)
     raw = values.get(_KEY)
     is_mxfp4 = isinstance(raw, dict) and raw.get("quant_method") == "mxfp4"
-    if raw is None or (is_mxfp4 and values.get("model_type") == MODEL_TYPE):
+    if raw is None or (is_mxfp4 and values.get("model_type") == GPT_OSS):
         return None
     try:
         return _parse(raw)
@@ -213,15 +211,8 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-PARTS = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj"),
-    "linear_fc2": ("down_proj",),
-}
-"""Megatron's linears of a layer, and the targets that each holds."""
-
-
+PARTS = {linear: targets[:-1] for linear, targets in LINEAR_TARGETS.items()}
+"""Megatron's linears of a layer, and the separate targets that each holds."""
 ADAPTER_METADATA = "tlora_base_quantization"
 """In the metadata of an adapter's safetensors: the base's quantisation, as JSON."""
 

@@ -1,60 +1,132 @@
-"""The frozen backbone's shape, read from a Hugging Face `config.json`, and its parameters."""
+"""The shape of a frozen base model: its sizes, its linears, its parameters."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, SHARED_EXPERT_TARGETS
-from tlora_megatron.model.config_values import count, positive
-from tlora_megatron.model.experts import DEFAULTS as _EXPERT_DEFAULTS
-from tlora_megatron.model.experts import ExpertsSpec, read_experts
-from tlora_megatron.model.gpt_oss import MODEL_TYPE, ROPE_DEFAULTS, GptOssAttention, read_attention
 
-DENSE_MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-SUPPORTED_MODEL_TYPES = (*DENSE_MODEL_TYPES, "qwen2_moe", "qwen3_moe", "mixtral", MODEL_TYPE)
+GPT_OSS = "gpt_oss"
+"""Its `model_type`."""
+ExpertPart = Literal["gate_proj", "up_proj", "down_proj"]
+EXPERT_PARTS: tuple[ExpertPart, ...] = ("gate_proj", "up_proj", "down_proj")
+_OF_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
-_REQUIRED = (
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "intermediate_size",
-    "vocab_size",
-)
-"""Keys without a default: a file that lacks them is incomplete."""
+LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
+    "linear_proj": ("o_proj", "linear_proj"),
+    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
+    "linear_fc2": ("down_proj", "linear_fc2"),
+}
+"""Targets that live on each Megatron linear of a dense layer."""
+SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+    "shared_fc2": ("shared_expert.down_proj",),
+}
+"""Targets that live on the linears of a shared expert, in models that have one."""
+EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
+    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
+}
+"""Targets that live on the linears of routed experts; each expert has its own factors."""
+ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
+"""Those of dense linears, whose rows are the micro-batch's."""
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
 
-_QWEN = {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-_MISTRAL = {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
-    "mistral": _MISTRAL | {"head_dim": None},
-    "qwen2": _QWEN | {"head_dim": None},
-    "qwen3": _QWEN | {"head_dim": 128},
-    **_EXPERT_DEFAULTS,
-}
-"""Values of missing keys by model type: the defaults of transformers 5.23's config classes."""
 
-_SHARED_DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClampedGlu:
+    """The activation of gpt-oss: `(up + 1) * gate * sigmoid(alpha * gate)`, both limited before."""
+
+    alpha: float
+    limit: float
+    """Most of gate, and of up and -up."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSpec:
+    """Routed experts, which every layer has in the place of an MLP.
+
+    A row meets `top_k` of them. The router's scores are a softmax over all experts in fp32, the
+    `top_k` largest are chosen, and their scores weigh what the chosen experts return.
+    """
+
+    num_experts: int
+    top_k: int
+    """Experts of a row."""
+    ffn_size: int
+    """Hidden size of each expert."""
+    normalizes: bool
+    """The weights of a row's experts are divided by their sum."""
+    keeps_fp32: bool = False
+    """These weights stay in fp32 (Mixtral); else they are rounded to the logits' dtype."""
+    block: str = "mlp"
+    """Name of the experts' module in a stored layer."""
+    glu: ClampedGlu | None = None
+    """gpt-oss: the experts' activation; router and experts have biases then, and the weights are a
+    softmax over the logits of a row's own experts. None: SwiGLU without biases."""
+
+    @property
+    def stored_router(self) -> str:
+        """Name of the router's weight `[num_experts, hidden]` in a stored layer."""
+        return f"{self.block}.{'gate' if self.glu is None else 'router'}.weight"
+
+    def stored(self, expert: int, part: ExpertPart) -> str:
+        """Name of one expert's weight in a stored layer.
+
+        Files of gpt-oss hold all experts in one tensor; `gpt_oss_experts` reads them by these.
+        """
+        name = part if self.block == "mlp" else _OF_MIXTRAL[part]
+        return f"{self.block}.experts.{expert}.{name}.weight"
+
+    @property
+    def stored_router_bias(self) -> str:
+        """Name of gpt-oss' bias `[num_experts]` of the router in a stored layer."""
+        return f"{self.block}.router.bias"
+
+    def stored_bias(self, expert: int, part: ExpertPart) -> str:
+        """Name of one expert's bias, of gpt-oss; see `stored`."""
+        return f"{self.block}.experts.{expert}.{part}.bias"
+
+    @property
+    def stored_shared_gate(self) -> str:
+        """Name of the weight `[1, hidden]` whose sigmoid weighs the shared expert."""
+        return f"{self.block}.shared_expert_gate.weight"
+
+    def stored_shared(self, part: ExpertPart) -> str:
+        """Name of a weight of the shared expert in a stored layer."""
+        return f"{self.block}.shared_expert.{part}.weight"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Yarn:
+    """YaRN's scaling of rotary frequencies (arXiv 2309.00071)."""
+
+    factor: float
+    """Divides low frequencies."""
+    beta_fast: float
+    """Rotations over the original positions from which a frequency stays."""
+    beta_slow: float
+    """Rotations below which it is divided whole."""
+    original_positions: int
+    truncates: bool
+    """The bounds between the two are rounded to whole dimensions."""
+    attention_factor: float
+    """Of cosine and sine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptOssAttention:
+    """Attention of a gpt-oss base, beside what all bases have.
+
+    Every layer has a sink: a learned logit per head that takes its share of each softmax and adds
+    nothing. All attention linears have biases.
+    """
+
+    windows: tuple[int | None, ...]
+    """Of each layer: tokens that a query sees, its own included; None = all earlier ones."""
+    yarn: Yarn | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,8 +241,7 @@ class ModelSpec:
 
     def module_path(self, layer: int, target: str) -> str:
         """Module name of a target in the transformers model: `model.layers.0.mlp.up_proj`."""
-        attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-        block = "self_attn" if target in attention else "mlp"
+        block = "self_attn" if target in _ATTENTION else "mlp"
         return f"model.layers.{layer}.{block}.{target}"
 
     @property
@@ -191,146 +262,6 @@ _SHARED = {
     **{target: target.partition(".")[2] for target in SHARED_EXPERT_TARGETS},
 }
 """Maps a shared expert's linear or target to that of a dense MLP."""
-
-
-def read_model_spec(config_json: Path) -> ModelSpec:
-    """Reads and checks a Hugging Face `config.json`.
-
-    Raises:
-        ValueError: if the file is missing or malformed, or holds an architecture that is not
-        supported.
-    """
-    try:
-        raw = json.loads(Path(config_json).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"base_model must hold a config.json, got {config_json}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config_json} must be JSON, got {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{config_json} must hold a JSON object, got {raw!r}")
-    try:
-        return _parse(_with_defaults(raw))
-    except ValueError as error:
-        raise ValueError(f"{error} in {config_json}") from None
-
-
-def _with_defaults(raw: dict[str, Any]) -> dict[str, Any]:
-    model_type = raw.get("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ValueError(f"model_type must be one of {supported}, got {model_type!r}")
-    for key in _REQUIRED:
-        if key not in raw:
-            raise ValueError(f"{key} must be set, got only {', '.join(sorted(raw))}")
-    return _SHARED_DEFAULTS | _DEFAULTS[model_type] | raw
-
-
-def _parse(values: dict[str, Any]) -> ModelSpec:
-    if values["hidden_act"] != "silu":
-        raise ValueError(f"hidden_act must be silu, got {values['hidden_act']!r}")
-    if not values.get("is_causal", True):
-        raise ValueError(
-            f"is_causal must be true (a token sees none behind it), got {values['is_causal']!r}"
-        )
-    is_gpt_oss = values["model_type"] == MODEL_TYPE
-    for key in ("mlp_bias",) if is_gpt_oss else ("attention_bias", "mlp_bias"):
-        if values[key]:
-            raise ValueError(f"{key} must be false, got {values[key]!r}")
-    layers, hidden, heads, ffn, vocab = (count(values, key) for key in _REQUIRED)
-    experts = read_experts(values)
-    kv_heads = count(values, "num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise ValueError(
-            f"num_attention_heads must be a multiple of num_key_value_heads={kv_heads}, got {heads}"
-        )
-    head_dim = count(values, "head_dim", default=hidden // heads)
-    if head_dim % 2:
-        raise ValueError(f"head_dim must be even, got {head_dim}")
-    rope = _rope(values)
-    return ModelSpec(
-        model_type=values["model_type"],
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        ffn_size=ffn if experts is None else experts.ffn_size,
-        vocab_size=vocab,
-        max_positions=count(values, "max_position_embeddings"),
-        norm_eps=positive(values, "rms_norm_eps"),
-        rope_theta=positive(rope, "rope_theta"),
-        rope_scaling=_llama3_scaling(values, rope),
-        tied_embeddings=bool(values["tie_word_embeddings"]),
-        qkv_bias=_has_qkv_bias(values),
-        qk_norm=values["model_type"] in ("qwen3", "qwen3_moe"),
-        shared_ffn_size=count(values, "shared_expert_intermediate_size")
-        if values["model_type"] == "qwen2_moe"
-        else None,
-        experts=experts,
-        sliding_window=_sliding_window(values, layers),
-        gpt_oss=read_attention(values, rope, layers) if is_gpt_oss else None,
-    )
-
-
-def _has_qkv_bias(values: dict[str, Any]) -> bool:
-    """Qwen2 and gpt-oss always have it; Qwen2-MoE says so, and others ignore the key."""
-    kind = values["model_type"]
-    return kind in ("qwen2", MODEL_TYPE) or (kind == "qwen2_moe" and bool(values["qkv_bias"]))
-
-
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """The rotary parameters; transformers 4 wrote `rope_scaling`, and `rope_theta` beside it."""
-    is_gpt_oss = values["model_type"] == MODEL_TYPE
-    rope = values.get("rope_scaling") or values.get("rope_parameters")
-    rope = rope or (ROPE_DEFAULTS if is_gpt_oss else {})
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        raise ValueError(f"rope_parameters must be one set for all layers, got {rope!r}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kinds = ("default", "llama3", "yarn") if is_gpt_oss else ("default", "llama3")
-    if kind not in kinds:
-        *first, last = kinds
-        raise ValueError(f"rope_type must be {', '.join(first)} or {last}, got {kind!r}")
-    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
-    if partial not in (None, 1):
-        raise ValueError(f"partial_rotary_factor must be 1, got {partial!r}")
-    return {"rope_theta": values["rope_theta"]} | rope | {"rope_type": kind}
-
-
-def _llama3_scaling(values: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any] | None:
-    if rope["rope_type"] != "llama3":
-        return None
-    key = "original_max_position_embeddings"
-    places = ({key: values["max_position_embeddings"]}, rope, values)
-    # transformers lets the key outside win, and takes max_position_embeddings where it is nowhere.
-    original = next(place[key] for place in reversed(places) if key in place)
-    scaling = {name: positive(rope, name) for name in _LLAMA3_KEYS}
-    return scaling | {key: count({key: original}, key)}
-
-
-def _sliding_window(values: dict[str, Any], num_layers: int) -> int | None:
-    """The sliding window: none in Llama, all layers in Mistral, optional later layers in Qwen.
-
-    In Mixtral and Qwen3-MoE all layers have it or none.
-    """
-    if values["model_type"] == "mistral" and "layer_types" in values:
-        # transformers takes such a file for another architecture, Ministral.
-        raise ValueError(
-            f"layer_types must be absent from a mistral config, got {values['layer_types']!r}"
-        )
-    if values.get("sliding_window") is None or values["model_type"] in ("llama", MODEL_TYPE):
-        return None  # gpt-oss runs with its windows
-    if values["model_type"] == "qwen3_moe" and not values["use_sliding_window"]:
-        return None
-    if values["model_type"] in ("qwen2", "qwen3", "qwen2_moe"):
-        kinds = values.get("layer_types")
-        if kinds is None:
-            windowed = count(values, "max_window_layers", least=0)
-            if values["model_type"] != "qwen2_moe":
-                windowed = num_layers - windowed  # there all but the first ones
-            kinds = ["sliding_attention"] * max(0, windowed)
-        if not values["use_sliding_window"] or "sliding_attention" not in kinds:
-            return None
-    return count(values, "sliding_window")
 
 
 class Parameters(NamedTuple):
@@ -363,3 +294,29 @@ def _expert_biases(spec: ModelSpec, is_active: bool) -> int:
         return 0
     count = experts.top_k if is_active else experts.num_experts
     return experts.num_experts + count * (2 * spec.ffn_size + spec.hidden_size)
+
+
+def refuse_experts(experts: ExpertsSpec | None, what: str) -> None:
+    """Refuses a base with experts where only dense ones are known.
+
+    Args:
+        what: begins the sentence: "the base of ...".
+    """
+    if experts is not None:
+        raise ValueError(
+            f"{what} must have no routed experts yet, got {experts.num_experts} experts; "
+            "train its jobs with tlora train"
+        )
+
+
+def refuse_gpt_oss(model_type: str, what: str) -> None:
+    """Refuses a gpt-oss base where only `tlora train` computes it.
+
+    Args:
+        what: begins the sentence: "the base of ...".
+    """
+    if model_type == GPT_OSS:
+        raise ValueError(
+            f"{what} must not be of model_type {GPT_OSS} yet, got one; "
+            "train its jobs with tlora train"
+        )

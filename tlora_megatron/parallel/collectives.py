@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRuns
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.peer_memory import obstacle
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, obstacle
 
 # torch 2.13 renamed them and warns of the old names, which 2.12 and before have only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -163,7 +162,7 @@ class TensorCollectives(Protocol):
     """
 
     name: str
-    lane_bytes: int
+    lane_bytes: int = 0
     """Memory that `prepare` takes for each lane."""
 
     def prepare(self, num_lanes: int) -> None:
@@ -182,18 +181,17 @@ class TensorCollectives(Protocol):
         """Gives buffers back; every process must call it, and nothing after it."""
 
 
-class GroupCollectives:
-    """The process group's own collectives: NCCL's, or those of another backend."""
+class GroupCollectives(TensorCollectives):
+    """The process group's own collectives: NCCL's, or those of another backend.
+
+    Lanes need no preparation: a communicator runs one collective after another.
+    """
 
     name = "nccl"
-    lane_bytes = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
-
-    def prepare(self, num_lanes: int) -> None:
-        """Does nothing: a communicator runs one collective after another."""
 
     def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         x_TH = x_TH.contiguous()
@@ -243,18 +241,14 @@ class RankOrderCollectives(GroupCollectives):
         return total.to(flat.dtype)
 
 
-class SkippedCollectives:
+class SkippedCollectives(TensorCollectives):
     """Communicates nothing: right shapes, this process's numbers. For measuring, or one process."""
 
     name = "skipped"
-    lane_bytes = 0
 
     def __init__(self, size: int, rank: int) -> None:
         self.size, self.rank = size, rank
         self._gathered: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
-
-    def prepare(self, num_lanes: int) -> None:
-        """Does nothing."""
 
     def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         return x_TH

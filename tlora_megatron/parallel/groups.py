@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.model.deployment import Deployment, PlacedReplica
-from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
+from tlora_megatron.model.layout import Deployment, ExpertPlace, ParallelLayout, PlacedReplica
 
 
 class Cell(NamedTuple):
@@ -34,22 +33,16 @@ class Cell(NamedTuple):
         return self.first_layer <= layer < self.end_layer
 
 
-class HeldCell(NamedTuple):
-    """A cell of this process, and the group of its holders; None = nobody else holds it."""
-
-    cell: Cell
-    group: dist.ProcessGroup | None
-
-
 class ReplicaCells(NamedTuple):
     """The groups and places by which one process sums gradients over unlike replicas."""
 
     atoms: int
     tp_size: int
     tp_rank: int
-    held: tuple[HeldCell, ...]
-    """Ascending by layer, then atom, on every process: whoever is in several groups enters them in
-    one order, so that none waits for another in a circle."""
+    held: tuple[tuple[Cell, dist.ProcessGroup | None], ...]
+    """This process's cells and the groups of their holders; None = nobody else holds it. Ascending
+    by layer, then atom, on every process: whoever is in several groups enters them in one order, so
+    that none waits for another in a circle."""
 
     @property
     def own_atoms(self) -> range:
@@ -82,13 +75,14 @@ def _holders(
 
 def make_replica_cells(deployment: Deployment, num_layers: int) -> ReplicaCells:
     """Makes the groups of all cells; collective over the world, in one order on every process."""
-    rank, held = dist.get_rank(), []
+    rank = dist.get_rank()
+    held: list[tuple[Cell, dist.ProcessGroup | None]] = []
     replica = deployment.placed(rank)
     for cell in all_cells(deployment, num_layers):
         # Every process takes part in making a group, whether it is in it or not.
         group = dist.new_group(list(cell.holders)) if len(cell.holders) > 1 else None
         if rank in cell.holders:
-            held.append(HeldCell(cell, group))
+            held.append((cell, group))
     tp_rank, _, _ = replica.place_of(rank)
     return ReplicaCells(deployment.atoms, replica.layout.tp_size, tp_rank, tuple(held))
 

@@ -179,10 +179,8 @@ def join(lanes: Sequence[Lane]) -> None:
 class Overlap:
     """The number of nano-batches of a model, and the streams and collectives that they run with."""
 
-    def __init__(
-        self, num_nano_batches: int, collectives: TensorCollectives, device: torch.device
-    ) -> None:
-        self.num_nano_batches = num_nano_batches
+    def __init__(self, collectives: TensorCollectives, device: torch.device) -> None:
+        self.num_nano_batches = 1
         self.collectives = collectives
         self._device = device
         self._streams: list[SideStream] = []

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.experts import refuse_experts
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.layout import Deployment
+from tlora_megatron.model.spec import ModelSpec, refuse_experts
 from tlora_megatron.planner.deploy_kinds import (
     Kind,
     LengthClass,

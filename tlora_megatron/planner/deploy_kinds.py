@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaLayout, ReplicaRate
-from tlora_megatron.model.dispatch import cut
-from tlora_megatron.model.layout import RECOMPUTES
+from tlora_megatron.model.dispatch import ReplicaRate, cut
+from tlora_megatron.model.layout import RECOMPUTES, ReplicaLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import recompute_for_rows

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -102,27 +104,16 @@ class LoraSample(NamedTuple):
 
 
 def measure_lora(
-    timer: DeviceTimer,
-    spec: ModelSpec,
-    tokens: int,
-    adapters: Sequence[int],
-    dtype: torch.dtype,
-    world_size: int,
+    spec: ModelSpec, tokens: int, adapters: Sequence[int], dtype: torch.dtype
 ) -> Iterator[LoraSample]:
     """Measures a layer's four linears with each number of adapters, with and without dropout."""
-    layout = ParallelLayout(dp_size=world_size)
-    run = SyntheticRun(spec, layout, dtype=dtype)
-    try:
-        for count in adapters:
-            for dropout in DROPOUTS:
-                yield from _lora_samples(timer, run, tokens, count, dropout)
-    finally:
-        run.close()
+    layout = ParallelLayout(dp_size=dist.get_world_size())
+    with closing(SyntheticRun(spec, layout, dtype=dtype)) as run:
+        for count, dropout in itertools.product(adapters, DROPOUTS):
+            yield from _lora_samples(run, tokens, count, dropout)
 
 
-def _lora_samples(
-    timer: DeviceTimer, run: SyntheticRun, tokens: int, count: int, dropout: float
-) -> list[LoraSample]:
+def _lora_samples(run: SyntheticRun, tokens: int, count: int, dropout: float) -> list[LoraSample]:
     lengths = _segments(tokens, count)
     ranks = [_RANKS[i % len(_RANKS)] for i in range(count)] if count > 1 else [16]
     loads = [
@@ -145,7 +136,7 @@ def _lora_samples(
     )
     samples = []
     for site, module in run.linears:
-        times = _linear_times(timer, site, module, view, (frozen, bank))
+        times = _linear_times(run.timer, site, module, view, (frozen, bank))
         counts = _counts(site, ranks, lengths, dropout)
         base_s = times[0] + times[1]
         samples.append(LoraSample(times[2] - times[0], times[3] - times[1], base_s, *counts))

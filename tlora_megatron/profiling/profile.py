@@ -158,14 +158,9 @@ class _Measurement:
         fp8_gemms = tuple(self._fp8_gemms())
         self._release()
         on_stage("attention", 0.35)
+        tokens, spec = self.sizes.attention_tokens, self.sizes.attention_spec
         attention = tuple(
-            measure_attention(
-                self.timer,
-                length,
-                self.sizes.attention_tokens,
-                self.sizes.attention_spec,
-                self.dtype,
-            )
+            measure_attention(self.timer, length, tokens, spec, self.dtype)
             for length in self.sizes.attention_lengths
         )
         self._release()
@@ -184,9 +179,9 @@ class _Measurement:
             fp8_gemms=fp8_gemms,
             fp8_speedup=profile.fp8_speedup if fp8_gemms else None,
         )
-        profile = measure_layers(self.timer, profile, self.sizes, self.dtype, self.world_size)
+        profile = measure_layers(profile, self.sizes, self.dtype)
         profile = replace(profile, reserved_bytes=reserved, notes="; ".join(self.notes))
-        stretch = measure_stretch(self.timer, profile, self.sizes, self.dtype, self.world_size)
+        stretch = measure_stretch(profile, self.sizes, self.dtype)
         on_stage("done", 1.0)
         return replace(profile, stretch=stretch)
 
@@ -212,7 +207,7 @@ class _Measurement:
         # The most important first.
         settings = [(spec, tokens) for tokens in sizes.lora_tokens for spec in sizes.lora_specs]
         for spec, tokens in self._within(settings, "lora"):
-            yield from measure_lora(self.timer, spec, tokens, adapters, self.dtype, self.world_size)
+            yield from measure_lora(spec, tokens, adapters, self.dtype)
             self._release()
 
     def _collectives(self) -> Iterator[CollectivePoint]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.config.schema import Recompute
@@ -81,6 +82,7 @@ class SyntheticRun:
         self.sites = stage_sites(spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
         self.linears = pair_linears(model, self.sites)
         self.engine = MegatronEngine(model, self.groups, spec.vocab_size)
+        self.timer = DeviceTimer(self.groups.device)
 
     def super_model(
         self,
@@ -99,13 +101,9 @@ class SyntheticRun:
         )
         attach(self.linears, bank)
         jobs = [self._job(bank, *pair) for pair in zip(specs, loads, strict=True)]
+        cut_for = partial(rank_aware_cut, self.spec)
         return SuperModel(
-            self.engine,
-            bank,
-            groups,
-            jobs,
-            micro_batch_tokens=micro_batch_tokens,
-            cut_for=partial(rank_aware_cut, self.spec),
+            self.engine, bank, groups, jobs, micro_batch_tokens=micro_batch_tokens, cut_for=cut_for
         )
 
     def _job(self, bank: AdapterBank, spec: JobSpec, load: JobLoad) -> JobState:
@@ -192,14 +190,10 @@ class _Times(NamedTuple):
 
 
 def measure_layers(
-    timer: DeviceTimer,
-    profile: HardwareProfile,
-    sizes: ProfileSizes,
-    dtype: torch.dtype,
-    world_size: int,
+    profile: HardwareProfile, sizes: ProfileSizes, dtype: torch.dtype
 ) -> HardwareProfile:
     """Adds host cost, and the rate of elementwise passes from the rest of a layer's time."""
-    few, many = (_measure(timer, sizes, n, dtype, world_size) for n in (_FEW, _MANY))
+    few, many = (_measure(sizes, layers, dtype) for layers in (_FEW, _MANY))
     layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
     job_step_s = max(0.0, (few.all_overhead_s - few.one_overhead_s) / (_JOBS - 1))
     host = HostCost(
@@ -211,19 +205,13 @@ def measure_layers(
     return replace(profile, stream_bytes_per_s=stream, host=host)
 
 
-def measure_stretch(
-    timer: DeviceTimer,
-    profile: HardwareProfile,
-    sizes: ProfileSizes,
-    dtype: torch.dtype,
-    world_size: int,
-) -> float:
+def measure_stretch(profile: HardwareProfile, sizes: ProfileSizes, dtype: torch.dtype) -> float:
     """Measures how much longer tensor-parallel collectives take between a layer's kernels.
 
     Takes whole layers under each TP size of this world, with sequence parallelism: their time
     beyond compute, over the time of the collectives back to back. Returns 1 with one process.
     """
-    found = []
+    world_size, found = dist.get_world_size(), []
     for tp_size in (n for n in _TP_SIZES if world_size % n == 0 and n <= world_size):
         if sizes.layer_spec.num_kv_heads % tp_size:
             continue
@@ -234,7 +222,7 @@ def measure_stretch(
         for layers in (_FEW, _MANY):
             spec = replace(sizes.layer_spec, num_layers=layers)
             with closing(SyntheticRun(spec, layout, dtype=dtype)) as run:
-                times.append(_sustained_s(timer, run, sizes.layer_tokens, layout.dp_size))
+                times.append(_sustained_s(run, sizes.layer_tokens))
         plan = Plan(tp_size=tp_size, sequence_parallel=True)
         cost = _layer_cost(profile, sizes, plan)
         beyond = (times[1] - times[0]) / (_MANY - _FEW) - (cost.total_s - cost.tp_comm_s)
@@ -258,33 +246,30 @@ def _loads(tokens: int, count: int, world_size: int) -> list[JobLoad]:
     ]
 
 
-def _measure(
-    timer: DeviceTimer, sizes: ProfileSizes, layers: int, dtype: torch.dtype, world_size: int
-) -> _Times:
+def _measure(sizes: ProfileSizes, layers: int, dtype: torch.dtype) -> _Times:
     spec = replace(sizes.layer_spec, num_layers=layers)
-    with closing(SyntheticRun(spec, ParallelLayout(dp_size=world_size), dtype=dtype)) as run:
-        full_s = _sustained_s(timer, run, sizes.layer_tokens, world_size)
-        few_s, all_s = _step_s(timer, run, sizes.few_tokens, _JOBS, world_size)
-        _, one_s = _step_s(timer, run, sizes.few_tokens, 1, world_size)
+    layout = ParallelLayout(dp_size=dist.get_world_size())
+    with closing(SyntheticRun(spec, layout, dtype=dtype)) as run:
+        full_s = _sustained_s(run, sizes.layer_tokens)
+        few_s, all_s = _step_s(run, sizes.few_tokens, _JOBS)
+        _, one_s = _step_s(run, sizes.few_tokens, 1)
     return _Times(full_s, few_s, one_s, all_s)
 
 
-def _sustained_s(timer: DeviceTimer, run: SyntheticRun, tokens: int, world_size: int) -> float:
+def _sustained_s(run: SyntheticRun, tokens: int) -> float:
     """Forward and backward of full micro-batches, one after another."""
-    model = run.super_model(_loads(tokens, _JOBS, world_size), tokens)
+    model = run.super_model(_loads(tokens, _JOBS, run.groups.layout.dp_size), tokens)
     batches = model.begin_round()
-    return timer.sustained_s(lambda: model.engine.forward_backward(batches), _TURNS)
+    return run.timer.sustained_s(lambda: model.engine.forward_backward(batches), _TURNS)
 
 
-def _step_s(
-    timer: DeviceTimer, run: SyntheticRun, tokens: int, jobs: int, world_size: int
-) -> tuple[float, float]:
+def _step_s(run: SyntheticRun, tokens: int, jobs: int) -> tuple[float, float]:
     """Times a round from a standstill: its forward and backward, and the rest."""
-    model = run.super_model(_loads(tokens, jobs, world_size), tokens)
+    model = run.super_model(_loads(tokens, jobs, run.groups.layout.dp_size), tokens)
     batches = model.begin_round()
-    forward_s = timer.host_s(lambda: model.engine.forward_backward(batches))
+    forward_s = run.timer.host_s(lambda: model.engine.forward_backward(batches))
     model.end_round(model.engine.forward_backward(batches))
-    return forward_s, max(0.0, timer.host_s(model.train_round) - forward_s)
+    return forward_s, max(0.0, run.timer.host_s(model.train_round) - forward_s)
 
 
 def _layer_cost(profile: HardwareProfile, sizes: ProfileSizes, plan: Plan) -> LayerCost:

@@ -17,6 +17,8 @@ from tlora_megatron.planner.hardware import CollectiveOp, CollectivePoint, Link
 _CYCLES_PER_S = 2.1e9
 """Upper bound on any GPU's clock, so that a wait of this many cycles is long enough."""
 _MOST_AHEAD_S = 0.5
+_ALONE = 5
+"""Calls that are timed one by one."""
 
 
 class DeviceTimer:
@@ -71,10 +73,10 @@ class DeviceTimer:
         self.synchronize()
         return (time.perf_counter() - begin) / turns
 
-    def host_s(self, call: Callable[[], object], turns: int = 5) -> float:
+    def host_s(self, call: Callable[[], object]) -> float:
         """Median seconds from a call to the end of its work on the device, each alone."""
         times = []
-        for _ in range(turns + 1):
+        for _ in range(_ALONE + 1):
             self.synchronize()
             begin = time.perf_counter()
             call()

@@ -16,10 +16,10 @@ from tlora_megatron import timeline
 from tlora_megatron.config.parallel_rules import check_run_over_experts, check_run_without_experts
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.sites import stage_sites
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, base_quantisation
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 from tlora_megatron.ops.exactness import keep_rows_apart
 from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.parallel.groups import ParallelGroups

@@ -14,8 +14,14 @@ import torch.distributed as dist
 from tlora_megatron.config.schema import Recompute, RunConfig, built_recompute
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.model.cp_dispatch import CpRates
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout, ReplicaRate, lay_out_world
-from tlora_megatron.model.layout import ParallelLayout, RecomputeTable
+from tlora_megatron.model.dispatch import ReplicaRate
+from tlora_megatron.model.layout import (
+    Deployment,
+    ParallelLayout,
+    RecomputeTable,
+    ReplicaLayout,
+    lay_out_world,
+)
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups

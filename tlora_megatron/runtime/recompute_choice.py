@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from tlora_megatron.config.schema import RunConfig, built_recompute
-from tlora_megatron.layers.sites import PlainSite
 from tlora_megatron.layers.transformer_engine import TEProductMixin
-from tlora_megatron.model.backbone import Backbone
+from tlora_megatron.model.backbone import Backbone, LinearsSpec
 from tlora_megatron.model.layout import LoraSharding, RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -145,7 +144,7 @@ def resolve_lora_sharding(
     It is a `training.run.training_run.ShardingResolver`. Collective over the world, replicas
     without tensor parallelism included: the first rank chooses, since machines may differ.
     """
-    if any(isinstance(site, PlainSite) for site, _ in linears):
+    if isinstance(spec, LinearsSpec):
         return groups, linears
     choice = _agreed_choice(config, spec, groups, linears, jobs)
     if choice is None or groups.layout.tp_size == 1:

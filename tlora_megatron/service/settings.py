@@ -16,8 +16,8 @@ from tlora_megatron.config.reader import must, read_document, read_spec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import plain, read_base_model
 from tlora_megatron.files import read_json, write_json
-from tlora_megatron.model.gpt_oss import MODEL_TYPE
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import GPT_OSS
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY
 from tlora_megatron.service.home import JOB_NAME, Home
 from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
@@ -70,8 +70,8 @@ def _refuse_gpt_oss(word: str, base: BaseModelSpec) -> None:
         kind = read_model_spec(base.config_file).model_type
     except ValueError:
         return  # its first job says what else is wrong with it
-    if kind == MODEL_TYPE:
-        rule = f"name a base of another model_type than {MODEL_TYPE}"
+    if kind == GPT_OSS:
+        rule = f"name a base of another model_type than {GPT_OSS}"
         raise must("--base", rule, word, "train its jobs with tlora train")
 
 

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
 from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
-from tlora_megatron.model.experts import refuse_experts
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec, refuse_experts
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import chunked
 from tlora_megatron.planner.cost.expert_adapters import expert_elements

@@ -28,8 +28,7 @@ import torch.distributed as dist
 
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.cp_dispatch import CpRates
-from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.dispatch import admit, predicted_ends_ps, share_out, turns
+from tlora_megatron.model.dispatch import ReplicaRate, admit, predicted_ends_ps, share_out, turns
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import Round

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from scripts.bench.harness.arguments import REPO
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.hf_convert import hf_shapes
 
 TOKENIZER = REPO / "configs" / "quickstart" / "base"

@@ -14,8 +14,9 @@ from scripts.bench.harness.arguments import REPO
 from scripts.bench.step.jobs import endless_job, sequence
 from tlora_megatron.config.job import HF_TARGETS, JobSpec, LoraSpec, OptimizerSpec, ScheduleSpec
 from tlora_megatron.config.schema import Recompute
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.tokenize import TokenSequence
 
 RANKS = (1, 3, 8, 16, 33, 64, 128)

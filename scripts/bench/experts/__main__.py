@@ -35,8 +35,8 @@ from scripts.bench.step.peft import build_peft, run_peft
 from scripts.bench.step.project import Effort, Project, run_together
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState

@@ -27,7 +27,8 @@ import numpy as np
 from scripts.bench.experts.mixes import CASES, make_mix
 from scripts.bench.harness.arguments import REPO, RESULTS, bench_parser
 from scripts.bench.harness.rows import write_rows
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel

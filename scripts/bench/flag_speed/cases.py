@@ -21,7 +21,8 @@ from scripts.bench.harness.processes import (
 )
 from scripts.bench.step.jobs import ATTENTION, RANKS
 from tlora_megatron.config.job import MEGATRON_TARGETS
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.megatron_flags import megatron_flags
 
 IMPLS = {

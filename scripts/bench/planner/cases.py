@@ -13,8 +13,9 @@ import numpy as np
 from scripts.bench.harness.arguments import REPO
 from scripts.bench.step.jobs import ATTENTION, MIXES, RANKS
 from tlora_megatron.config.schema import EMBEDDING, HEAD, Recompute
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import BaseQuantisation, quantised_on_reading
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import ROW_TILE, MemoryModel, MemoryUse

@@ -50,8 +50,9 @@ from scripts.bench.sharding.layers import (
     parameters,
     tensor_bytes,
 )
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.profiling.sizes import LLAMA_70B
 
 CONFIGS = REPO / "configs" / "models"

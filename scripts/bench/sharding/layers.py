@@ -110,7 +110,9 @@ class Layers:
                 shape = factor_shape(self.spec, factor.name, lora)
                 generator = torch.Generator(device).manual_seed(zlib.crc32(factor.name.encode()))
                 whole = torch.randn(shape, generator=generator, device=device)
-                view.copy_(factor.shard_of(whole) / (shape[1] ** 0.5))
+                part = torch.empty(factor.shape)
+                factor.take(whole.cpu(), part)
+                view.copy_(part / (shape[1] ** 0.5))
             adapters.append(Adapter(name=f"job{index}", lora=lora, slab=slab))
         bank.install(adapters)
         return bank

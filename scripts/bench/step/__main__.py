@@ -59,8 +59,9 @@ from scripts.bench.step.project import (
     run_sequential,
     run_together,
 )
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
 TOGETHER: tuple[Mode, ...] = ("floor", "adapters", "together")

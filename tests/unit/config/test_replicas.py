@@ -13,8 +13,7 @@ from tlora_megatron.config.load import config_to_dict, ignored_settings, load_co
 from tlora_megatron.config.parallel_rules import refuse_replicas
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.deployment import Deployment, lay_out_world
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import Deployment, ParallelLayout, lay_out_world
 
 UNLIKE_TP = "1xTP2+SP@512/full + 2xTP1@128"
 

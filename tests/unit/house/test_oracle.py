@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.oracle import learning_rate, train_alone
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec, OptimizerSpec, ScheduleSpec
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 
 
 class Sequence(NamedTuple):

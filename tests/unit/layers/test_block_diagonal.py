@@ -35,7 +35,8 @@ from tlora_megatron.layers.sites import make_site
 from tlora_megatron.layers.slab import factor_shape, initial_factor
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec, check_block_sizes
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, job_misfit
 from tlora_megatron.planner.cost.adapter_sizes import adapter_elements
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram

@@ -22,9 +22,13 @@ from tests.helpers.te_stand_in import (
 from tests.helpers.user_models import SPEC, user_config
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
-from tlora_megatron.layers.black_box import InputNorm
 from tlora_megatron.layers.linear import computes_base, multi_lora_linear
-from tlora_megatron.layers.multi_adapter import BlackBoxMixin, MegatronLinearMixin, attach
+from tlora_megatron.layers.multi_adapter import (
+    BlackBoxMixin,
+    InputNorm,
+    MegatronLinearMixin,
+    attach,
+)
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.torch_ops import TorchLinear

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.helpers.layout_sites import SPEC
 from tests.helpers.one_process import one_process_groups
 from tlora_megatron.integrations.megatron.model import transformer_config
-from tlora_megatron.layers.quantised_linear import held_base, quantise_in_place, quantised_linears
+from tlora_megatron.layers.quantised_linear import held_codes, quantise_in_place, quantised_linears
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.ops.quantised.weight import QuantWeight, encode_weight
+from tlora_megatron.ops.quantised.weight import encode_weight
 
 IN, OUT, ROWS = 48, 32, 5
 CPU = torch.device("cpu")
@@ -41,20 +41,14 @@ def linear(request: pytest.FixtureRequest) -> torch.nn.Module:
     return made
 
 
-def held(linear: torch.nn.Module) -> QuantWeight:
-    base = held_base(linear, linear.weight)
-    assert isinstance(base, QuantWeight)
-    return base
-
-
 def test_forward_and_gradient_are_those_of_the_codes(linear: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(ROWS, 1, size, generator=generator) for size in (IN, OUT))
     y, bias = linear(x.requires_grad_())
     (dx,) = torch.autograd.grad(y, x, dy)
     assert bias is None
-    assert torch.equal(y[:, 0], held(linear).forward(x[:, 0].detach()))
-    assert torch.equal(dx[:, 0], held(linear).dgrad(dy[:, 0]))
+    assert torch.equal(y[:, 0], held_codes(linear).forward(x[:, 0].detach()))
+    assert torch.equal(dx[:, 0], held_codes(linear).dgrad(dy[:, 0]))
     with torch.no_grad():
         assert torch.equal(linear(x)[0], y)
 
@@ -65,8 +59,8 @@ def test_casts_and_moves_leave_codes_and_scales(linear: torch.nn.Module) -> None
     for name, value in tensors(linear).items():
         assert value.dtype == before[name].dtype, name
         assert torch.equal(value, before[name]), name
-    assert held(linear).scales is linear.weight_scale
-    assert held(linear).codes_NK.data_ptr() == linear.weight.data_ptr()
+    assert held_codes(linear).scales is linear.weight_scale
+    assert held_codes(linear).codes_NK.data_ptr() == linear.weight.data_ptr()
 
 
 def test_a_state_dict_holds_codes_and_scales(linear: torch.nn.Module) -> None:
@@ -74,10 +68,10 @@ def test_a_state_dict_holds_codes_and_scales(linear: torch.nn.Module) -> None:
     assert {name for name, value in linear.state_dict().items() if value is not None} == {*state}
     for value in tensors(linear).values():
         value.zero_()
-    assert not held(linear).codes_NK.any()
+    assert not held_codes(linear).codes_NK.any()
     linear.load_state_dict(state)
-    assert torch.equal(held(linear).codes_NK, state["weight"])
-    assert torch.equal(held(linear).scales, state["weight_scale"])
+    assert torch.equal(held_codes(linear).codes_NK, state["weight"])
+    assert torch.equal(held_codes(linear).scales, state["weight_scale"])
     assert [name for name, _ in quantised_linears(torch.nn.ModuleList([linear]))] == ["0"]
 
 

@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.te_stand_in import Engine, Quantizer
-from tlora_megatron.layers import te_fp8
+from tlora_megatron.layers import transformer_engine
 from tlora_megatron.layers.multi_adapter import make_multi_adapter
-from tlora_megatron.layers.te_fp8 import Fp8Base, te_base, why_not_fp8
-from tlora_megatron.layers.transformer_engine import TEProductMixin, why_not_te_product
+from tlora_megatron.layers.transformer_engine import (
+    Fp8Base,
+    TEProductMixin,
+    te_base,
+    why_not_fp8,
+    why_not_te_product,
+)
 
 
 class _Wrapper(nn.Module):
@@ -101,7 +106,7 @@ class Linear(nn.Module):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(te_fp8, "_engine", lambda: engine)
+    monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
     return engine
 
 
@@ -156,7 +161,7 @@ def test_the_base_is_the_weight_outside_of_fp8(engine: Engine) -> None:
 
 
 def test_a_repeated_forward_is_in_fp8_too(engine: Engine) -> None:
-    surroundings = te_fp8.replay_autocast()
+    surroundings = transformer_engine.replay_autocast()
     engine.on = False
     with surroundings():
         assert isinstance(te_base(Linear()), Fp8Base)

@@ -22,8 +22,7 @@ from tlora_megatron.model.cp_dispatch import (
     share_among_teams,
     team_ends_ps,
 )
-from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.dispatch import admit, assign, cut, cut_evenly, turns
+from tlora_megatron.model.dispatch import ReplicaRate, admit, assign, cut, cut_evenly, turns
 from tlora_megatron.training.packing.packing import fill_bins
 
 KINDS = (

@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.config.job import EXPERT_TARGETS, HF_TARGETS, DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.backbone import expert_state_bytes, over_base, warn_of_expert_rank
-from tlora_megatron.model.experts import ExpertsSpec, refuse_experts
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec, refuse_experts
 
 MODELS = Path(__file__).parents[3] / "configs" / "models"
 QWEN3_30B, MIXTRAL, QWEN15 = (

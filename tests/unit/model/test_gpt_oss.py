@@ -16,10 +16,9 @@ from tests.unit.model.test_model import read as read_any
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.backbone import over_base
-from tlora_megatron.model.experts import ClampedGlu
-from tlora_megatron.model.gpt_oss import MODEL_TYPE
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import read_published_format
-from tlora_megatron.model.spec import ModelSpec, count_parameters, read_model_spec
+from tlora_megatron.model.spec import GPT_OSS, ClampedGlu, ModelSpec, count_parameters
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor
 from tlora_megatron.planner.cost.experts import check_predictable
 
@@ -31,7 +30,7 @@ PUBLISHED = {
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read(tmp_path: Path, *, model_type: str = MODEL_TYPE, **fields: Any) -> ModelSpec:
+def read(tmp_path: Path, *, model_type: str = GPT_OSS, **fields: Any) -> ModelSpec:
     return read_any(tmp_path, model_type, **fields)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tlora_megatron.config.reader import ConfigError
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout, ReplicaRate
-from tlora_megatron.model.layout import stage_sizes
+from tlora_megatron.model.dispatch import ReplicaRate
+from tlora_megatron.model.layout import Deployment, ReplicaLayout, stage_sizes
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ import pytest
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.model.spec import (
+from tlora_megatron.model.config_json import (
     DENSE_MODEL_TYPES,
     SUPPORTED_MODEL_TYPES,
-    ModelSpec,
-    count_parameters,
     read_model_spec,
 )
+from tlora_megatron.model.spec import ModelSpec, count_parameters
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.run.preparation import prepare_job
 

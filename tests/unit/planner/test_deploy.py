@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.planner_case import L40S, LLAMA_8B
-from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.layout import Deployment
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.replica_rate import CurveModel

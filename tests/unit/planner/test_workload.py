@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.planner.rounds.load import ExpectedRounds, Part, part_of, spread_of
 from tlora_megatron.planner.rounds.model import RoundModel
 from tlora_megatron.planner.rounds.packer import Packer, RoundShape, num_micro_batches, timed_load

@@ -22,8 +22,13 @@ from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.schema import ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import expand_short_form
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout
-from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, RecomputeTable
+from tlora_megatron.model.layout import (
+    RECOMPUTES,
+    Deployment,
+    ParallelLayout,
+    RecomputeTable,
+    ReplicaLayout,
+)
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.deploy_sampled import teams_of

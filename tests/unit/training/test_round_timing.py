@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.training import round_timing
 from tlora_megatron.training.packing.packing import Round
 from tlora_megatron.training.round_timing import (

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
 from tlora_megatron.layers.multi_adapter import MultiAdapter, make_multi_adapter
-from tlora_megatron.layers.sites import Site, rank_sites
+from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.model.backbone import LinearShape, LinearsSpec
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.spec import refuse_gpt_oss
 from tlora_megatron.ops.routing import current_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 
@@ -224,7 +224,7 @@ def pair_linears(
     model: Any, spec: LinearsSpec, groups: ParallelGroups
 ) -> list[tuple[Site, nn.Module]]:
     """Pairs every site of this rank with its module."""
-    sites = rank_sites(spec, groups.layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
+    sites = stage_sites(spec, groups.layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
     return [(s, model.get_submodule(spec.module_path(s.layer, s.linear))) for s in sites]
 
 

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
-from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.layout import ExpertPlace, ParallelLayout
+from tlora_megatron.model.layout import Deployment, ExpertPlace, ParallelLayout
 from tlora_megatron.ops.routing import bind_current, use_micro_batch
 from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups, make_replica_cells
 from tlora_megatron.training.nano.rounds import NanoSettings

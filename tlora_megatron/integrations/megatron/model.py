@@ -35,8 +35,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
 )
 from tlora_megatron.integrations.megatron.process_groups import current_sizes, lay_out_replicas
 from tlora_megatron.layers.quantised_linear import quantised_linears
-from tlora_megatron.model.deployment import Deployment
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import Deployment, ParallelLayout
 from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.parallel.overlap import set_queues

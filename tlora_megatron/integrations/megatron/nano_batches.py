@@ -104,7 +104,7 @@ class NanoBatches:
                 self._settings.transport,
                 max_bytes=self._settings.max_bytes,
             )
-        overlap = Overlap(1, collectives, self._groups.device)
+        overlap = Overlap(collectives, self._groups.device)
         logger.info("nano-batches run staggered, collectives by %s", collectives.name)
         for model in self._models:
             stagger(model.decoder, overlap)

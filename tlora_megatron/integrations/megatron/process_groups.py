@@ -19,8 +19,7 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout
-from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.layout import Deployment, ParallelLayout, ReplicaLayout
 
 _whole: Any = None
 """Megatron's context-parallel group that the narrower ones divide; None = there are none."""

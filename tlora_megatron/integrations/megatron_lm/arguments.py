@@ -33,9 +33,9 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     check_described,
     check_transformer_config,
 )
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from tlora_megatron.integrations.megatron.layer.core_attention import PackedCore
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.integrations.megatron_lm.guard import FLAG, shown
 from tlora_megatron.model.backbone import over_base
-from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 logger = logging.getLogger(__name__)

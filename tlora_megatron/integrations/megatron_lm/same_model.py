@@ -24,8 +24,7 @@ from torch import nn
 from tlora_megatron.integrations.megatron.built.model import language_models
 from tlora_megatron.integrations.megatron_lm.experts import ROUTER, check_router
 from tlora_megatron.integrations.megatron_lm.guard import RULES, shown
-from tlora_megatron.model.experts import ExpertsSpec
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 from tlora_megatron.training.run.fingerprint import Precision
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
+from tlora_megatron.model.spec import ClampedGlu, ExpertsSpec
 from tlora_megatron.ops.experts.branch import PlacedRows
 from tlora_megatron.ops.frozen.parts import Vjp, swiglu_reference, swiglu_vjp
 from tlora_megatron.ops.lora.kernel_choice import runs_triton

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlora_megatron.model.gpt_oss import Yarn
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ModelSpec, Yarn
 from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp, vjp_by_autograd
 from tlora_megatron.ops.frozen.rms_norm import norm_reference
 from tlora_megatron.ops.lora.kernel_choice import runs_triton

@@ -242,7 +242,7 @@ class BoundLinear(ABC):
     def up(self, s: Tensor, base_WN: Tensor, window: tuple[int, int]) -> Tensor:
         """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base.
 
-        For a base that is computed elsewhere (`layers.black_box`); so is `branch_dgrad`.
+        For a base that is computed elsewhere (`layers.shardings`); so is `branch_dgrad`.
         """
 
     @abstractmethod

@@ -14,11 +14,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from tlora_megatron.model.quantisation import BLOCK
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ALL_LINEARS, COLUMN_PARALLEL, ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.adapter_sizes import (
-    ALL_LINEARS,
-    COLUMN_PARALLEL,
     PLACES_BYTES,
     adapter_elements,
     chunked,

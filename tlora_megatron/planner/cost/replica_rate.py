@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan

@@ -8,8 +8,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.dispatch import admit, share_out, turns
+from tlora_megatron.model.dispatch import ReplicaRate, admit, share_out, turns
 from tlora_megatron.planner.rounds.load import (
     ROWS_BIT,
     DrawnBatches,

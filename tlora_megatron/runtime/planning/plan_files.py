@@ -16,10 +16,9 @@ from tlora_megatron.config.load import config_to_dict
 from tlora_megatron.config.parallel_rules import settle_deterministic
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig
 from tlora_megatron.config.sections import refuse_quantization
-from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.quantisation import refuse_published
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ModelSpec, refuse_experts
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan

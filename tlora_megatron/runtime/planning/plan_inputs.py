@@ -20,8 +20,9 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig
 from tlora_megatron.files import read_object, write_atomic
 from tlora_megatron.model.backbone import check_block_sizes, over_base
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.hardware import (
     HardwareProfile,

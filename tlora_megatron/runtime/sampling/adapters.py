@@ -113,7 +113,7 @@ class WeightsSlab(AdapterSlab):
         self.master = torch.zeros(layout.numel)
 
     @cached_property
-    def _grad_views(self) -> dict[str, Tensor]:
+    def grad_views(self) -> dict[str, Tensor]:
         views = zip(self.layout.factors, self.layout.views(self.grad), strict=True)
         shapes = {factor.name: tuple(view.shape) for factor, view in views}
         shapes |= {factor.name: factor.spread_shape for factor in self.layout.spread}

@@ -26,7 +26,7 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import portion_of, resolve_job_paths
 from tlora_megatron.config.sections import job_to_dict, read_base_model
 from tlora_megatron.files import UserFiles, write_json
-from tlora_megatron.model.gpt_oss import refuse_gpt_oss
+from tlora_megatron.model.spec import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
 from tlora_megatron.service.prepare.submission import (

@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlora_megatron.model.experts import ExpertPart
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertPart, ModelSpec
 from tlora_megatron.ops.quantised.rows import decode_rows, encode_rows
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
 from tlora_megatron.training.formats.rank_tensors import QKV, RankTensor

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from tlora_megatron.config.job import EXPERT_TARGETS
 from tlora_megatron.layers.slab import split_name
-from tlora_megatron.model.experts import ExpertPart, ExpertsSpec
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertPart, ExpertsSpec, ModelSpec
 from tlora_megatron.training.formats.safetensors_file import PendingTensor, Scratch
 
 GATE, UP, DOWN = EXPERT_TARGETS

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tlora_megatron.model.experts import EXPERT_PARTS
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import EXPERT_PARTS, ModelSpec
 
 QKV = ("q_proj", "k_proj", "v_proj")
 

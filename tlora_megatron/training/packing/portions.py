@@ -22,8 +22,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam, Cut, share_among_teams, team_ends_ps
-from tlora_megatron.model.deployment import ReplicaRate
-from tlora_megatron.model.dispatch import admit, cut, predicted_ends_ps, share_out, turns
+from tlora_megatron.model.dispatch import (
+    ReplicaRate,
+    admit,
+    cut,
+    predicted_ends_ps,
+    share_out,
+    turns,
+)
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.training.packing.packing import (
     Item,

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_megatron.model.experts import EXPERT_PARTS, ExpertPart, ExpertsSpec
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import EXPERT_PARTS, ExpertPart, ExpertsSpec, ModelSpec
 from tlora_megatron.ops.frozen.rms_norm import rms_norm_reference
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor, rotate_halves
 from tlora_megatron.training.formats.fingerprint_file import Fingerprint, fingerprint_tokens

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig
 from tlora_megatron.model.backbone import check_block_sizes
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import base_quantisation
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.training.data.job_data import CachedData, JobData, TokenCache, TokenizerFolder
 from tlora_megatron.training.data.mapped_tokens import MappedSequences, lengths_of
 from tlora_megatron.training.data.tokenize import TokenSequence

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.sites import Site, rank_sites
+from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone
@@ -305,7 +305,7 @@ class SnapshotTaker:
         layout = self._groups.layout
         place = layout.expert_place(stage_rank)
         tp_rank = stage_rank % layout.tp_size
-        return rank_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
+        return stage_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
 
     def _holders(self, lora: LoraSpec) -> tuple[dist.ProcessGroup, bool]:
         """Returns the group of the ranks that together hold an adapter, and if this is one."""

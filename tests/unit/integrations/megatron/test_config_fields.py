@@ -30,8 +30,8 @@ from tlora_megatron.integrations.megatron.built.packed_attention import install_
 from tlora_megatron.integrations.megatron.model import build_backbone, load_backbone
 from tlora_megatron.integrations.megatron_lm.guard import RULES
 from tlora_megatron.integrations.megatron_lm.same_model import NO_EFFECT
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import read_model_spec
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 

@@ -26,8 +26,9 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
 )
 from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
-from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets
+from tlora_megatron.layers.sites import check_targets
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import EXPERT_LINEARS, LINEAR_TARGETS
 from tlora_megatron.parallel.groups import ParallelGroups
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")

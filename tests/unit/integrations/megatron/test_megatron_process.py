@@ -18,7 +18,7 @@ from tests.helpers.launch import HANG_S, imported
 from tlora_megatron.integrations.megatron import imports
 from tlora_megatron.integrations.megatron.imports import lazy_compile
 from tlora_megatron.integrations.megatron.process_groups import _grids_of, lay_out_replicas
-from tlora_megatron.model.deployment import Deployment
+from tlora_megatron.model.layout import Deployment
 
 START = """
 import sys

@@ -42,7 +42,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     built_norm,
     why_not_head_norms,
 )
-from tlora_megatron.layers import te_fp8
+from tlora_megatron.layers import transformer_engine
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.ops.routing import use_micro_batch
@@ -157,7 +157,7 @@ def test_products_that_are_transformer_engine_s(
     stand-in whose values are exact, so it cannot show anything about rounding."""
     case = Case(groups, te=True, add_qkv_bias=True)
     expected, engine = case.results(), te_stand_in.Engine()
-    monkeypatch.setattr(te_fp8, "_engine", lambda: engine)
+    monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
     monkeypatch.setattr(case.model.config, "fp8", "hybrid")
     monkeypatch.setattr(case.model.config, "fp8_recipe", "tensorwise")
     num_run.clear()

@@ -20,7 +20,8 @@ from tlora_megatron.integrations.megatron_lm.arguments import (
     spec_from_arguments,
 )
 from tlora_megatron.integrations.megatron_lm.refusals import describe_unused
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments
 
 TRAINER = {

@@ -31,7 +31,8 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     precision_of,
     without_quantization,
 )
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies
 
 BUILDER_ARGUMENTS = {

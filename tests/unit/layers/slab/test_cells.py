@@ -23,10 +23,9 @@ from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.layers.slab_cells import SlabCells
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout
-from tlora_megatron.model.layout import LoraSharding
+from tlora_megatron.model.layout import Deployment, LoraSharding, ReplicaLayout
 from tlora_megatron.parallel.collectives import Pending
-from tlora_megatron.parallel.groups import HeldCell, ReplicaCells, all_cells
+from tlora_megatron.parallel.groups import ReplicaCells, all_cells
 
 SPECS = replace(SPEC, num_layers=12)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -40,7 +39,7 @@ def held_by(deployment: Deployment, rank: int) -> tuple[SlabLayout, SlabCells]:
     layout = replica.layout.parallel_layout(len(deployment.replicas))
     slab = slab_layout(stage_sites(SPECS, layout, tp_rank=tp_rank, pp_rank=pp_rank), EVERYWHERE)
     mine = [c for c in all_cells(deployment, SPECS.num_layers) if rank in c.holders]
-    held = tuple(HeldCell(cell, None) for cell in mine)
+    held = tuple((cell, None) for cell in mine)
     cells = ReplicaCells(deployment.atoms, layout.tp_size, tp_rank, held)
     return slab, SlabCells(slab, cells)
 
@@ -140,7 +139,7 @@ def summed(case: Case, grads: Sequence[torch.Tensor], exchange: Exchange) -> Non
         replica = deployment.placed(rank)
         cells = all_cells(deployment, SPEC.num_layers)
         held = tuple(
-            HeldCell(cell, cell.holders if len(cell.holders) > 1 else None)  # type: ignore[arg-type]
+            (cell, cell.holders if len(cell.holders) > 1 else None)  # type: ignore[arg-type]
             for cell in cells
             if rank in cell.holders
         )
@@ -197,5 +196,6 @@ def test_sums_are_those_of_whole_tensors(case: Case, exchange: Exchange) -> None
     for rank, grad in enumerate(grads):
         slab = case.slab(rank)
         for factor, view in zip(slab.factors, slab.views(grad), strict=True):
-            part = factor.shard_of(expected[factor.name])
+            part = torch.empty(factor.shape)
+            factor.take(expected[factor.name], part)
             assert torch.equal(view, part), f"{factor.name} of rank {rank}"

@@ -10,7 +10,7 @@ import torch
 from tests.helpers.layout_sites import SPEC as SMALL
 from tests.helpers.layout_sites import join_shards
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.sites import EXPERT_LINEARS, stage_sites
+from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import (
     factor_names,
     factor_shape,
@@ -18,8 +18,8 @@ from tlora_megatron.layers.slab import (
     initial_factor,
 )
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
-from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout
+from tlora_megatron.model.spec import EXPERT_LINEARS, ExpertsSpec
 
 SPEC = replace(
     SMALL, model_type="qwen3_moe", num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2,

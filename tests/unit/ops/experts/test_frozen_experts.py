@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.helpers.expert_branch import check_close
 from tests.helpers.outer_case import definition, outer_case, results
-from tlora_megatron.model.experts import ClampedGlu, ExpertsSpec
+from tlora_megatron.model.spec import ClampedGlu, ExpertsSpec
 from tlora_megatron.ops.experts.branch import (
     ExpertRuns,
     add_biases,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.exchange_machine import Deadlock, Machine, Values, run
 from tlora_megatron.ops.lora.cuda_arguments import MAX_RANKS
-from tlora_megatron.parallel.peer_memory import Copy, Exchange, Lane, Operation, Step, slot_bytes
+from tlora_megatron.parallel.copy_engine import Copy, Exchange, Lane, Operation, Step, slot_bytes
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 SLOT = 512

@@ -16,8 +16,7 @@ from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
 from tlora_megatron.parallel import collectives as tensor_collectives
 from tlora_megatron.parallel import copy_engine
 from tlora_megatron.parallel.collectives import SkippedCollectives, make_tensor_collectives
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
-from tlora_megatron.parallel.peer_memory import Lane
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, Lane
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

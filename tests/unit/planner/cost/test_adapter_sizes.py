@@ -81,4 +81,4 @@ def arena_elements(bank: AdapterBank) -> int:
 def off_diagonal_elements(slab: AdapterSlab) -> int:
     """Elements of the gradients that hold more than the blocks."""
     names = {factor.name for factor in slab.layout.spread}
-    return sum(view.numel() for name, view in slab.grad_views().items() if name in names)
+    return sum(view.numel() for name, view in slab.grad_views.items() if name in names)

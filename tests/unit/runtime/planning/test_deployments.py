@@ -17,8 +17,8 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import check_run_over_experts
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.model.deployment import Deployment, ReplicaLayout
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.layout import Deployment, ReplicaLayout
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.deploy import DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.deploy_sampled import Replicas

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, make_tiny_model
-from tlora_megatron.model.spec import read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.fingerprint_file import (
     FILE_NAME,
     Fingerprint,

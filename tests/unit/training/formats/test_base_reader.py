@@ -21,9 +21,10 @@ from tests.helpers.one_process import one_process_groups
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, TinyModelType, make_tiny_model
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.layers.quantised_linear import quantised_linears
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.quantised.weight import encode_weight
 from tlora_megatron.runtime.backbone import EXPECTED, log_base, outliers
 from tlora_megatron.training.formats import base_reader

@@ -19,8 +19,9 @@ from tests.helpers.tiny_models import (
     make_tiny_model,
 )
 from tlora_megatron.layers.sites import fc1_row_order, qkv_row_order
+from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, WeightSource
 from tlora_megatron.training.formats.hf_convert import check_layout, check_weights, hf_shapes
 from tlora_megatron.training.formats.rank_tensors import ExpertShare, rank_tensors, shard_range

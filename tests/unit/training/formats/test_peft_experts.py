@@ -20,7 +20,8 @@ from tests.unit.training.formats.test_peft_format import change_config
 from tlora_megatron.cli.main import main
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 from tlora_megatron.training.run.preparation import fit_to_job
 

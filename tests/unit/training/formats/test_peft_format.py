@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny_models import make_tiny_model, random_factors
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, DataSpec, JobSpec, LoraSpec
-from tlora_megatron.model.spec import ModelSpec, read_model_spec
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats import peft as peft_format
 from tlora_megatron.training.formats.peft import export_adapter, load_adapter
 from tlora_megatron.training.run.preparation import fit_to_job

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.training.packing.test_nano_batch import groups
 from tests.unit.training.packing.test_packing import sequence
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
-from tlora_megatron.model.deployment import ReplicaRate
+from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.packing.packing import (

@@ -33,7 +33,8 @@ from tlora_megatron.integrations.megatron.layer.expert_parts import own_window
 from tlora_megatron.integrations.megatron.layer.modules import built_class, mix
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
-from tlora_megatron.layers.sites import EXPERT_LINEARS, Site
+from tlora_megatron.layers.sites import Site
+from tlora_megatron.model.spec import EXPERT_LINEARS
 from tlora_megatron.ops.experts.branch import (
     ExpertFactors,
     ExpertOps,

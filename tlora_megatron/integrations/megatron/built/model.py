@@ -23,14 +23,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts, expert_weight
-from tlora_megatron.layers.sites import (
-    ALL_LINEARS,
-    EXPERT_LINEARS,
-    Site,
-    make_expert_site,
-    make_site,
-)
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.layers.sites import Site, make_expert_site, make_site
+from tlora_megatron.model.spec import ALL_LINEARS, EXPERT_LINEARS, ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.hf_checkpoint import all_finite
 

@@ -37,8 +37,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import BuiltRota
 from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, make_plain
 from tlora_megatron.layers.multi_adapter import make_multi_adapter
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.layers.te_fp8 import why_not_fp8
-from tlora_megatron.layers.transformer_engine import TEProductMixin, is_te_linear
+from tlora_megatron.layers.transformer_engine import TEProductMixin, is_te_linear, why_not_fp8
 from tlora_megatron.parallel.groups import ParallelGroups
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import PackedRotaryEmbedding
 from tlora_megatron.integrations.megatron.process_groups import groups_by_size
-from tlora_megatron.model.gpt_oss import GptOssAttention
+from tlora_megatron.model.spec import GptOssAttention
 from tlora_megatron.ops.frozen.packed_attention import (
     WHOLE,
     Sight,

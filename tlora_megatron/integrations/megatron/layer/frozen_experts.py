@@ -35,7 +35,7 @@ from tlora_megatron.integrations.megatron.layer.expert_parts import (
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import Inner, walk_back
 from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import reduced
-from tlora_megatron.model.experts import ExpertsSpec
+from tlora_megatron.model.spec import ExpertsSpec
 from tlora_megatron.ops.experts.branch import PlacedRows, weights_grad
 from tlora_megatron.ops.experts.choice import token_runs
 from tlora_megatron.ops.experts.rows import (

@@ -39,8 +39,7 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     built_head_norms,
 )
 from tlora_megatron.layers.quantised_linear import held_codes
-from tlora_megatron.layers.te_fp8 import replay_autocast
-from tlora_megatron.layers.transformer_engine import one_scale
+from tlora_megatron.layers.transformer_engine import one_scale, replay_autocast
 from tlora_megatron.ops.frozen.parts import Vjp, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel.lanes import Lane, current_lane

@@ -21,9 +21,8 @@ from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExpe
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import factor_names, factor_shape
-from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 from tlora_megatron.ops.routing import Document, pack_micro_batch, use_micro_batch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="is about the CPU")
@@ -180,7 +179,7 @@ def test_a_block_equals_peft_job_by_job(block: Block, bank: AdapterBank, routing
         assert_equal(y[rows, 0], expected, name)
         assert_equal(x.grad[rows, 0], dx, f"{name} dx")
         for factor, grad in grads.items():
-            got = bank.adapters[slot].slab.grad_views()[factor]
+            got = bank.adapters[slot].slab.grad_views[factor]
             got = got if factor.endswith("lora_a") else got.mT
             assert_equal(got, grad, f"{name} {factor}")
 

@@ -91,7 +91,7 @@ class Case:
 
     @property
     def slabs(self) -> list[torch.Tensor]:
-        return [grad for job in self.model.jobs for grad in job.adapter.slab.grad_views().values()]
+        return [grad for job in self.model.jobs for grad in job.adapter.slab.grad_views.values()]
 
     def results(self, view: MicroBatchView) -> list[torch.Tensor]:
         """Output, gradient of the input, gradients of all factors; the output without autograd."""

@@ -28,8 +28,8 @@ from tlora_megatron.layers.linear import LinearLayout
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin
 from tlora_megatron.layers.sites import Site, stage_sites
 from tlora_megatron.layers.slab_layout import slab_layout
-from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.spec import ExpertsSpec
 from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.parallel import collectives
 from tlora_megatron.planner.candidate import Plan
