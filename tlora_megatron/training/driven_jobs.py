@@ -25,8 +25,7 @@ from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven_losses import losses_of_data, runs_twice
 from tlora_megatron.training.driven_requests import Request
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed
-from tlora_megatron.training.packing.row_arrays import SentTokens
+from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, SentTokens
 
 NO_DATA = JobData(train=(), eval=(), num_truncated=0, num_dropped=0)
 """The data of a job that gets its tokens from a client."""
