@@ -193,6 +193,12 @@ class Snapshot(NamedTuple):
             for tensor in find_whole_tensors(self.layouts, flat, self.spec)
         ]
 
+    def state(self) -> tuple[list[PendingTensor], list[PendingTensor]]:
+        """Returns a checkpoint's weights, and its moments with their buffer before each name."""
+        master, *moments = BUFFERS
+        of_moments = [t for name in moments for t in self.tensors(name, prefix=f"{name}.")]
+        return self.tensors(master), of_moments
+
 
 def _read(tensor: WholeTensor, scratch: Scratch) -> Tensor:
     stored = tensor.as_stored()
