@@ -27,7 +27,6 @@ from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.resident.commands import Command, JobCommands
 from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import frozen_gc, keep_fingerprints
-from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
 from tlora_megatron.training.run.output_dir import (
     CONFIG_NAME,
     TOKENS,
@@ -36,6 +35,7 @@ from tlora_megatron.training.run.output_dir import (
     Request,
 )
 from tlora_megatron.training.run.preparation import PreparedJob
+from tlora_megatron.training.run.reading import check_fits_linears, prepare_for
 from tlora_megatron.training.run.training_run import Linears, TrainingRun
 from tlora_megatron.training.signals import StopSignals
 

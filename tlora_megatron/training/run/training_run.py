@@ -6,17 +6,19 @@ script does both.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tlora_megatron import timeline
@@ -44,7 +46,6 @@ from tlora_megatron.training.run.determinism import (
     keep_fingerprints,
     run_fingerprint,
 )
-from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.output_dir import (
     CONFIG_NAME,
     claim_output_dir,
@@ -52,7 +53,7 @@ from tlora_megatron.training.run.output_dir import (
     make_output_dir,
 )
 from tlora_megatron.training.run.preparation import PreparedJob, start_job
-from tlora_megatron.training.run.reading import check_agreement
+from tlora_megatron.training.run.reading import JobAdmission
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.run_watch import RunWatch
@@ -187,7 +188,9 @@ class TrainingRun:
         if placement is None:
             shards = self.config.parallel.shard_optimizer
             placement = StatePlacement.over_replicas(groups, shards=shards)
-        bank = self._make_bank(groups, linears, placement)
+        sites, loras = [site for site, _ in linears], [j.spec.lora for j in self._jobs.prepared]
+        dtype = DTYPES[self.config.base_model.dtype]
+        bank = AdapterBank(sites, loras, dtype=dtype, device=groups.device, placement=placement)
         attach(linears, bank)
         super_model = self._make_super_model(groups, bank, engine, round_shape)
         make_output_dir(self.output_dir)
@@ -279,14 +282,6 @@ class TrainingRun:
         )
         return self.facts["deterministic"]
 
-    def _make_bank(
-        self, groups: ParallelGroups, linears: Linears, placement: StatePlacement
-    ) -> AdapterBank:
-        sites = [site for site, _ in linears]
-        loras = [job.spec.lora for job in self._jobs.prepared]
-        dtype = DTYPES[self.config.base_model.dtype]
-        return AdapterBank(sites, loras, dtype=dtype, device=groups.device, placement=placement)
-
     def _make_super_model(
         self, groups: ParallelGroups, bank: AdapterBank, engine: Scorer, round_shape: RoundShape
     ) -> SuperModel:
@@ -322,6 +317,43 @@ class TrainingRun:
         if self._resuming:
             read_correction(correction, self.output_dir)
         return correction
+
+
+def check_agreement(config: RunConfig, prepared: Sequence[PreparedJob]) -> None:
+    """Refuses processes that read different files: they would wait for each other for ever.
+
+    Collective over the world.
+    """
+    steps = [(job.spec.name, job.checkpoint.step if job.checkpoint else 0) for job in prepared]
+    everyone = _gather(steps)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must start the same jobs at the same steps, got {theirs} on rank "
+                f"{rank} and {everyone[0]} on rank 0; run.output_dir and the data must lie where "
+                f"all nodes see them"
+            )
+    everyone = _gather(content_digest(config, prepared))
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must read the same configuration and data, got others on rank "
+                f"{rank} than on rank 0; they must lie where all nodes see them, or be copied anew"
+            )
+
+
+def _gather(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
+    """Digest of everything that packing and updates follow from; paths may differ by node."""
+    run = asdict(config.run) | {"output_dir": None}
+    base = asdict(config.base_model) | {"path": None, "config": None}
+    content = [run, base, [job.digest for job in prepared]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def allow_open_files(num_jobs: int) -> None:
