@@ -6,7 +6,7 @@ reads them, and results are gathered before any rank uses them.
 1. Begin: the next request of each job is read and checked; a wrong one is answered with a sentence
    and has changed nothing. Sequences of `forward_backward` are a batch like any other, in portions
    of their own; those of `forward` run without gradients, a micro-batch between rounds, and so do
-   first those of a loss whose slopes depend on all of a datum (`driven_losses`).
+   first those of a loss whose slopes depend on all of a datum (`driven_jobs`).
 2. Answer: one all-reduce gathers the log-probabilities of all requests that the round has ended.
    The host computes the loss from them, and a thread writes the answer. If anything is not finite,
    the gradient is what it was before.
