@@ -95,7 +95,7 @@ def open_resident(
         yield commands
     finally:
         commands.close()
-        loop.close()
+        loop.saves.close()
         watch.close()
 
 

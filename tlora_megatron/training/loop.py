@@ -26,7 +26,7 @@ class Loop:
     """Runs rounds with what is due behind each: metrics, evaluation, checkpoints, export.
 
     `run` trains all jobs to their ends. `step` runs one round, for callers with a loop of their
-    own, who call `close` at the end. `resident.commands.JobCommands` lets jobs join and leave.
+    own, who call `saves.close` at the end. `resident.commands.JobCommands` lets jobs come and go.
 
     Args:
         events: takes what happens, on every rank that has one; None = it is not reported.
@@ -128,7 +128,7 @@ class Loop:
                     if not self.has_ended:
                         on_boundary()
         finally:
-            self.close()
+            self.saves.close()
 
     def start(self) -> None:
         """Runs the first evaluation and retires jobs that were resumed past their last step.
@@ -246,39 +246,17 @@ class Loop:
 
     @property
     def saved_steps(self) -> dict[str, int]:
-        """The step of each job's last save, or at which it began; `drain` has it on the disk."""
+        """The step of each job's last save, or at which it began, on the disk or not."""
         return dict(self.files.saved_step)
 
     def save_active(self) -> None:
         """Checkpoints every job that still trains, but none twice at the same step."""
         self.saves.save([job for job in self.active if job.step > self.files.saved_step[job.name]])
 
-    def export(self, job: JobState, directory: Path) -> None:
-        """Writes a job's present adapter and waits until it is on the disk; collective.
-
-        Raises:
-            ValueError: on the writer, if a weight is not finite or the directory holds something
-                else.
-        """
-        self.saves.export(job, directory)
-
-    def drain(self) -> tuple[str, ...]:
-        """Waits until everything that was saved or exported is on the disk; not collective.
-
-        Returns:
-            Names of the jobs that could not be written since the last call; none on ranks that
-            write nothing.
-        """
-        return self.saves.drain()
-
     def end(self, job: JobState) -> None:
         """Ends a job that is done, with its last checkpoint and its adapter."""
         self.saves.save([job])
         self._retire([job])
-
-    def close(self) -> None:
-        """Finishes what is being written and closes the files; a second call does nothing."""
-        self.saves.close()
 
     def _begin(self, jobs: Sequence[JobState]) -> None:
         """Evaluates jobs before their first step, and ends those that are past their last one."""
@@ -318,7 +296,7 @@ class Loop:
         self.watch.stop(number)
         left = [job.name for job in self.active]
         self.save_active()
-        self.stop_sentence = stop_sentence(number, self.rounds, left, self.drain())
+        self.stop_sentence = stop_sentence(number, self.rounds, left, self.saves.drain())
 
     def _fail_unmoved(self, jobs: Sequence[JobState]) -> None:
         """Fails those of the jobs at their ends whose adapters are what they were at the start."""

@@ -185,7 +185,7 @@ class JobCommands:
     def _rest(self, source: CommandSource) -> None:
         """Waits for commands or requests; reports what has been written meanwhile."""
         if not self.requests.jobs:
-            self.loop.drain()  # no job waits
+            self.loop.saves.drain()  # no job waits
             source.wait(_BUSY_S if self._preparing else _IDLE_S)
             return
         self.loop.saver.report()
@@ -230,7 +230,7 @@ class JobCommands:
             if "seq" in command:
                 self._emit("applied", command.get("job"), {"seq": command["seq"]})
         if self._has_stopped:
-            self.loop.drain()
+            self.loop.saves.drain()
             self.requests.flush()
             self._emit("stopped", None, {})
 

@@ -49,7 +49,7 @@ def summarize(
             "nano_batches": nano_batches,
             "balance": _balance(loop),
             "train_time_s": loop.train_time_s,
-            "saving": loop.saver.summary(),
+            "saving": asdict(loop.saver.times),
             **run_times(),
             "peak_memory_bytes": peak,
             "device": torch.cuda.get_device_name() if peak is not None else platform.machine(),

@@ -216,7 +216,7 @@ class TrainingRun:
         self.loop = Loop(
             super_model, self.spec, run, files, self.events, nano_rounds=nano_rounds, watch=watch
         )
-        self._open.callback(self.loop.close)
+        self._open.callback(self.loop.saves.close)
         return self.loop
 
     def finish(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class TrainingRun:
         report = Report(self.output_dir)
         if super_model.groups.is_writer:
             report.draw_beside()
-        loop.drain()  # a job whose adapter cannot be written has failed
+        loop.saves.drain()  # a job whose adapter cannot be written has failed
         nano_batches = summarize_nano_batches(loop)
         if super_model.engine.nano_batches is not None:
             # Not in `close`: after a failure the others may never come.

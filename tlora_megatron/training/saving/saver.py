@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -201,10 +201,6 @@ class Saver:
         self.times.stops += 1
         self.times.stopped_s += stopped_s
         self.times.longest_stop_s = max(self.times.longest_stop_s, stopped_s)
-
-    def summary(self) -> dict[str, float]:
-        """Returns the times for a run's summary."""
-        return asdict(self.times)
 
     def _has_news(self) -> bool | None:
         """True if there is something to report, False if nothing will follow; None till then."""
