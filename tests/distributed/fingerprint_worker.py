@@ -24,7 +24,7 @@ from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine
 from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec, read_model_spec
-from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
+from tlora_megatron.training.formats.fingerprint import read_fingerprint
 from tlora_megatron.training.run import fingerprint as check
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

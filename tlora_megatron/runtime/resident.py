@@ -157,9 +157,7 @@ def _make_loop(
         run,
         files,
         events,
-        evaluation="interleave",
-        placeholders="if_unportioned",
-        summaries="jobs",
+        is_live=True,
         nano_rounds=start_nano_batches(
             run, super_model.engine.nano_batches, opened.groups, (), resuming=False, traces=False
         ),

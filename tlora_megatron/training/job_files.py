@@ -16,8 +16,8 @@ from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.formats.checkpoint import (
     checkpoint_state,
     remove_old_checkpoints,
+    step_folder,
     write_checkpoint,
-    write_state,
 )
 from tlora_megatron.training.formats.peft import write_adapter
 from tlora_megatron.training.formats.quantised import QuantisationCard
@@ -186,7 +186,8 @@ class JobFiles:
             self.permit(name)
 
         def write(snapshot: Snapshot) -> int:
-            return write_checkpoint(directory, step, state, *snapshot.state(), permit)
+            folder = step_folder(directory, step)
+            return write_checkpoint(folder, state, *snapshot.state(), permit)
 
         clean_up = partial(remove_old_checkpoints, directory, step, permit)
         target = Target(BUFFERS, write, on_error, clean_up=clean_up)
@@ -236,7 +237,7 @@ class JobFiles:
             self.permit(name)
 
         def write(snapshot: Snapshot) -> int:
-            return write_state(directory, state, *snapshot.state(), permit)
+            return write_checkpoint(directory, state, *snapshot.state(), permit)
 
         return Target(BUFFERS, write, on_error)
 

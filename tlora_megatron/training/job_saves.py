@@ -170,10 +170,6 @@ class JobSaves:
         with timeline.phase("export"):
             self.saver.save(job, [self._adapter(job)])
 
-    def save_due(self, jobs: Sequence[JobState]) -> None:
-        """Saves those of the jobs whose number of steps asks for it."""
-        self.save([job for job in jobs if self.is_due(job)])
-
     def save_moved(self, names: Sequence[str]) -> None:
         """Saves those of the jobs that have moved since their last save."""
         jobs = [job for job in self._super_model.jobs if job.is_active and job.name in names]

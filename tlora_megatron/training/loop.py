@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
@@ -30,12 +29,11 @@ class Loop:
 
     Args:
         events: takes what happens, on every rank that has one; None = it is not reported.
-        evaluation: "stop" = of all rows at once, while the others wait; "interleave" = the job is
-            held and keeps its slot, and `evaluate_part` scores a micro-batch of its rows at a time.
-        placeholders: "always" = a failed job keeps its place in the packing; "if_unportioned" =
-            only while some job trains whose packing is not its own.
-        summaries: "run" = `jobs` keeps those that have ended, for the summary of the run; "jobs" =
-            each has a summary of its own, and is forgotten behind it.
+        is_live: for jobs that come and go. One that is evaluated is held and keeps its slot, and
+            `evaluate_part` scores a micro-batch of its rows at a time; else all rows at once, while
+            the others wait. A failed one keeps its place in the packing only while some job trains
+            whose packing is not its own; else always. One that ends has a summary of its own and
+            is forgotten behind it; else `jobs` keeps it, for the summary of the run.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
     """
 
@@ -47,9 +45,7 @@ class Loop:
         files: JobFiles,
         events: EventSink | None = None,
         *,
-        evaluation: Literal["stop", "interleave"] = "stop",
-        placeholders: Literal["always", "if_unportioned"] = "always",
-        summaries: Literal["run", "jobs"] = "run",
+        is_live: bool = False,
         nano_rounds: NanoRounds | None = None,
         watch: RunWatch | None = None,
     ) -> None:
@@ -71,8 +67,7 @@ class Loop:
         self.stopped_by = 0
         """Number of the signal that has stopped the loop; 0 = none."""
         self.stop_sentence: str | None = None
-        self._evaluation, self._placeholders = evaluation, placeholders
-        self._summaries = summaries
+        self._is_live = is_live
         self._has_started = False
         self._joining: dict[str, None] = {}
         self._held = HeldJobs()
@@ -176,7 +171,7 @@ class Loop:
         if save and job.step > self.files.saved_step[name]:
             self.saves.save([job])
         self.super_model.set_jobs([other for other in self.super_model.jobs if other is not job])
-        if self._summaries == "run":
+        if not self._is_live:
             job.status, job.reason = "cancelled", f"cancelled at step {job.step}"
         self._forget(job)
         self._note_jobs()
@@ -312,7 +307,7 @@ class Loop:
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
         if not any(job.data.eval for job in jobs):
             return
-        if self._evaluation == "interleave":
+        if self._is_live:
             self._held.add([job for job in jobs if job.data.eval])
             return
         with timeline.phase("evaluation"):
@@ -337,7 +332,7 @@ class Loop:
             if job.is_active:
                 job.status = "finished"
         present = self.super_model.jobs
-        keeps = self._placeholders == "always" or any(
+        keeps = not self._is_live or any(
             job.is_active and job.spec.portion_tokens is None for job in present
         )
         staying = [
@@ -346,7 +341,7 @@ class Loop:
         if over or len(staying) < len(present):
             slots = [job if job.is_active else job.placeholder() for job in staying]
             self.super_model.set_jobs(slots)
-        if over and self._summaries == "jobs":
+        if over and self._is_live:
             for job in over:
                 self._forget(job)
                 self.saves.end(job)
@@ -358,7 +353,7 @@ class Loop:
 
     def _forget(self, job: JobState) -> None:
         """Drops what the loop keeps of a job that trains no more."""
-        if self._summaries == "jobs":
+        if self._is_live:
             self.jobs = tuple(other for other in self.jobs if other.name != job.name)
         self._joining.pop(job.name, None)
         self._held.drop(job)

@@ -75,9 +75,14 @@ class RowArrays(NamedTuple):
     @classmethod
     def zeros(cls, num_tokens: int) -> RowArrays:
         """Rows that are padding."""
-        dtypes = (np.int64, np.int64, np.float32, np.bool_, np.int8)
-        inputs = np.zeros((4, num_tokens), dtype=np.float32)
-        return cls(*(np.zeros(num_tokens, dtype=dtype) for dtype in dtypes), inputs)
+        return cls(
+            tokens=np.zeros(num_tokens, dtype=np.int64),
+            labels=np.zeros(num_tokens, dtype=np.int64),
+            weights=np.zeros(num_tokens, dtype=np.float32),
+            is_sent=np.zeros(num_tokens, dtype=np.bool_),
+            kind=np.zeros(num_tokens, dtype=np.int8),
+            inputs=np.zeros((4, num_tokens), dtype=np.float32),
+        )
 
     @classmethod
     def join(cls, parts: Sequence[RowArrays]) -> RowArrays:

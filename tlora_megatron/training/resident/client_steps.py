@@ -231,7 +231,8 @@ class RequestExecutor:
         steps = {job.name: job.step for job in jobs}
         while self._carry_out(jobs):
             pass
-        self._loop.saves.save_due([job for job in jobs if job.step > steps[job.name]])
+        stepped = [job for job in jobs if job.step > steps[job.name]]
+        self._loop.saves.save([job for job in stepped if self._loop.saves.is_due(job)])
         for job in jobs:
             if job.has_left:
                 self._loop.end(job)

@@ -184,7 +184,11 @@ def prepare_job(
         allow_change: lets a job go on over a base of other codes than its checkpoint's.
     """
     job = over_base(job, spec)
-    _check_targets(job, spec)
+    for target in job.lora.target_modules:
+        try:
+            spec.target_shape(target)
+        except ValueError as error:
+            raise ValueError(f"job {job.name!r}: {error}") from error
     warn_of_expert_rank(job, spec)
     values = data is None if values is None else values
     if job.driven:
@@ -281,14 +285,6 @@ def _warn_of_other_base(
             "job %s: init_from %s was trained over %s and goes on over %s",
             job.name, job.init_from, codes, quantisation or "unquantised weights",
         )  # fmt: skip
-
-
-def _check_targets(job: JobSpec, spec: Backbone) -> None:
-    for target in job.lora.target_modules:
-        try:
-            spec.target_shape(target)
-        except ValueError as error:
-            raise ValueError(f"job {job.name!r}: {error}") from error
 
 
 def _foreign_checkpoint(job: JobSpec, directory: Path) -> Checkpoint:

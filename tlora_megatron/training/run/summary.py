@@ -15,21 +15,14 @@ import torch.distributed as dist
 
 from tlora_megatron import timeline
 from tlora_megatron.config.schema import JobError
-from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.loop import Loop
 
 
 def summarize(
-    loop: Loop,
-    groups: ParallelGroups,
-    rejected: Sequence[JobError],
-    nano_batches: dict[str, Any] | None,
+    loop: Loop, rejected: Sequence[JobError], nano_batches: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns plain values about the run and every job.
-
-    Args:
-        groups: of the writer, whose layout is that of the first replica.
-    """
+    """Returns plain values about the run and every job; on the writer, of the first replica."""
+    groups = loop.super_model.groups
     jobs = {job.name: loop.files.summary(job) for job in loop.jobs}
     for error in rejected:
         jobs[error.name] = {"status": "rejected", "reason": error.message}

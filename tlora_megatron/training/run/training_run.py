@@ -242,10 +242,9 @@ class TrainingRun:
         if super_model.engine.nano_batches is not None:
             # Not in `close`: after a failure the others may never come.
             super_model.engine.nano_batches.close()
-        groups = super_model.groups
-        if not groups.is_writer:
+        if not super_model.groups.is_writer:
             return {}
-        summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
+        summary = summarize(loop, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         loop.files.settle()
         self._write_summary(loop, summary)
