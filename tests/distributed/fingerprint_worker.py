@@ -25,7 +25,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import without_quantizat
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
+from tlora_megatron.training.formats.fingerprint import read_fingerprint
 from tlora_megatron.training.run import fingerprint as check
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.helpers.variants import end_world
 from tlora_megatron.config.load import load_config
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.training.run import job_admission
-from tlora_megatron.training.run.reading import check_agreement, content_digest
+from tlora_megatron.training.run import reading
+from tlora_megatron.training.run.training_run import check_agreement, content_digest
 
 
 def main(path: str, *overrides: str) -> None:
@@ -20,9 +20,9 @@ def main(path: str, *overrides: str) -> None:
     spec = read_model_spec(base / "config.json")
     dist.init_process_group("gloo")
     if dist.get_rank() > 0:
-        job_admission.load_tokenizer = _refuse
+        reading.load_tokenizer = _refuse
     try:
-        jobs = job_admission.JobAdmission(
+        jobs = reading.JobAdmission(
             config, spec, tokenizer_dir=base, base_model="base", resuming=False
         )
         jobs.settle()

@@ -28,8 +28,8 @@ from tlora_megatron.runtime.resident import open_resident
 from tlora_megatron.training.data.tokenize import load_tokenizer
 from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.resident.staging import ReadOrder
-from tlora_megatron.training.run.job_admission import prepare_for
 from tlora_megatron.training.run.preparation import PreparedJob
+from tlora_megatron.training.run.reading import prepare_for
 
 _digest = PreparedJob.digest
 _LEAVES = ("ended", "left", "refused")

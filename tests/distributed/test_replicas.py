@@ -38,7 +38,7 @@ from tests.helpers.scenario_worlds import (
 )
 from tests.helpers.train_worker import starts
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.training.run.job_admission import JobAdmission
+from tlora_megatron.training.run.reading import JobAdmission
 
 NAMES = tuple(job["name"] for job in JOBS)
 REPLICAS: Mapping[int, Mapping[str, str]] = {

@@ -12,10 +12,9 @@ from safetensors.torch import save_file
 
 from tests.helpers.launch import REPO, python
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
+from tlora_megatron.training.formats.fingerprint import make_fingerprint, write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.hf_convert import hf_shapes
-from tlora_megatron.training.run.fingerprint_reference import make_fingerprint
 
 WORKER = REPO / "tests" / "distributed" / "fingerprint_worker.py"
 QUICKSTART = REPO / "configs" / "quickstart" / "base"

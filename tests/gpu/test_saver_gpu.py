@@ -39,7 +39,7 @@ def expected_of(job: JobState) -> dict[str, torch.Tensor]:
 
 
 def assert_saved(folder: Path, name: str, step: int, expected: dict[str, torch.Tensor]) -> None:
-    path = folder / name / "checkpoints" / f"step_{step:08d}"
+    path = folder / "jobs" / name / "checkpoints" / f"step_{step:08d}"
     found = load_file(path / "adapter.safetensors") | load_file(path / "optimizer.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)

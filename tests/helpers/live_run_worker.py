@@ -22,7 +22,7 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.resident.staging import Order, Stager
-from tlora_megatron.training.run.live_run import LiveFolder, Request, with_live_changes
+from tlora_megatron.training.run.output_dir import LiveFolder, Request, with_live_changes
 from tlora_megatron.training.signals import StopSignals
 
 

@@ -65,7 +65,7 @@ def _wait_for_saves() -> None:
 
     def save_and_wait(session: Session, iteration: int) -> None:
         save(session, iteration)
-        session.loop.drain()
+        session.loop.saves.drain()
 
     Session.save = save_and_wait
 

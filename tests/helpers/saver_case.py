@@ -17,14 +17,16 @@ from tests.helpers.layout_sites import SPEC, sites_of_ranks
 from tests.helpers.tiny_models import random_factors
 from tests.helpers.variants import begin_world, end_world
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_layout import slab_layout
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
+from tlora_megatron.training.job_files import JobFiles
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.saving.saver import Saver, Target, adapter_target, checkpoint_target
+from tlora_megatron.training.saving.saver import Saver, Target
 
 CPU = torch.device("cpu")
 BUFFERS = ("master", "exp_avg", "exp_avg_sq")
@@ -58,14 +60,19 @@ def make_saver(*jobs: JobState, memory_gb: float | None = None) -> Saver:
     return Saver(jobs, SPEC, groups, memory_gb)
 
 
+def _files(folder: Path) -> JobFiles:
+    run = RunSpec(output_dir=str(folder))
+    return JobFiles(run, base_model="base", quantisation=None, has_metrics=False)
+
+
 def checkpoint(folder: Path, job: JobState, errors: list[Exception] | None = None) -> Target:
     found = [] if errors is None else errors
-    return checkpoint_target(folder / job.name / "checkpoints", job, found.append)
+    return _files(folder).checkpoint(job, found.append)
 
 
 def adapter(folder: Path, job: JobState, errors: list[Exception] | None = None) -> Target:
     found = [] if errors is None else errors
-    return adapter_target(folder / job.name / "adapter", "base", found.append)
+    return _files(folder).adapter(job, found.append)
 
 
 def whole_values(job: JobState, buffer: str) -> dict[str, torch.Tensor]:
@@ -119,7 +126,7 @@ def _save(folder: Path, case: str, rank: int, device: torch.device) -> None:
 
 def _check(folder: Path, lora: Any) -> None:
     """The last save is the initial values times four."""
-    found = find_checkpoint(folder / "a" / "checkpoints")
+    found = find_checkpoint(folder / "jobs/a/checkpoints")
     assert found is not None
     assert found.step == 2
     again = make_job("a")

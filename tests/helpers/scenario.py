@@ -27,11 +27,10 @@ from tlora_megatron.model.backbone import LinearsSpec, over_base
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
 from tlora_megatron.training.data.tokenize import load_tokenizer
-from tlora_megatron.training.formats.fingerprint_file import write_fingerprint
+from tlora_megatron.training.formats.fingerprint import make_fingerprint, write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source
 from tlora_megatron.training.formats.peft import load_adapter
 from tlora_megatron.training.metrics import read_metrics
-from tlora_megatron.training.run.fingerprint_reference import make_fingerprint
 
 NUM_STEPS = 6
 """Warm-up, the whole of every schedule, and more than an epoch of the two larger jobs."""

@@ -28,7 +28,7 @@ from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 if TYPE_CHECKING:
     import torch
 
-    from tlora_megatron.training.formats.fingerprint_file import Fingerprint
+    from tlora_megatron.training.formats.fingerprint import Fingerprint
     from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, WeightSource
     from tlora_megatron.training.formats.megatron_checkpoint import MegatronCheckpoint
 
@@ -209,7 +209,7 @@ def _fingerprint(
     """Scores the fingerprint's text, on a GPU if there is one."""
     import torch
 
-    from tlora_megatron.training.run.fingerprint_reference import make_fingerprint
+    from tlora_megatron.training.formats.fingerprint import make_fingerprint
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = (TextColumn("fingerprint"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -228,7 +228,7 @@ def _run_fingerprint(args: argparse.Namespace) -> int:
 
     import torch
 
-    from tlora_megatron.training.formats.fingerprint_file import FILE_NAME, write_fingerprint
+    from tlora_megatron.training.formats.fingerprint import FILE_NAME, write_fingerprint
     from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, weight_source
     from tlora_megatron.training.formats.hf_convert import check_weights
 

@@ -16,8 +16,7 @@ from tlora_megatron.config.reader import ConfigError, apply_override, must, read
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import as_job_list, ignored_job_settings, job_to_dict, read_jobs
-from tlora_megatron.training.run.live_run import TOKENS, LiveRun
-from tlora_megatron.training.run.output_dir import CONFIG_NAME
+from tlora_megatron.training.run.output_dir import CONFIG_NAME, TOKENS, LiveRun
 
 _SECTIONS = ("jobs", "defaults")
 

@@ -32,8 +32,7 @@ from tlora_megatron.model.layout import lay_out_world
 from tlora_megatron.model.weight_files import read_ahead
 from tlora_megatron.ops.kernel_build import build_early
 from tlora_megatron.runtime.ranks import cli_command, run_ranks, threads_per_rank
-from tlora_megatron.training.run.live_run import with_live_changes
-from tlora_megatron.training.run.output_dir import CONFIG_NAME
+from tlora_megatron.training.run.output_dir import CONFIG_NAME, with_live_changes
 from tlora_megatron.training.signals import StopSignals, exit_code
 
 _MOST_JOBS_IN_A_LINE = 8

@@ -230,7 +230,7 @@ class DeepSpeedRun:
     def save(self) -> None:
         """Checkpoints every job that still trains; they are on the disk when it returns."""
         self.loop.save_active()
-        self.loop.drain()
+        self.loop.saves.drain()
 
     def export(self, name: str, directory: str | Path) -> None:
         """Writes a job's present adapter as a PEFT directory; the first process writes it.
@@ -242,7 +242,7 @@ class DeepSpeedRun:
         if name not in jobs:
             raise ValueError(f"job must be one of {', '.join(jobs)}, got {name!r}")
         # A link was given on purpose: the adapter is written where it leads.
-        self.loop.export(jobs[name], Path(directory).resolve())
+        self.loop.saves.export(jobs[name], Path(directory).resolve())
 
     def close(self) -> None:
         """Closes files; the model stays as it is, with the adapters on it."""

@@ -192,7 +192,7 @@ class MultiLoRATrainer(Trainer):
                 jobs that have finished are already.
         """
         engine = self._opened()
-        engine.loop.drain()
+        engine.loop.saves.drain()
         own = output_dir is None or _is_same(output_dir, self.args.output_dir)
         for job in engine.loop.jobs:
             written = engine.loop.files.folder(job) / "adapter"
@@ -310,7 +310,7 @@ class MultiLoRATrainer(Trainer):
         """Tells callbacks of checkpoints; whoever listens finds the files, so training waits."""
         callbacks = self.callback_handler.callbacks
         if any(type(callback).on_save is not TrainerCallback.on_save for callback in callbacks):
-            engine.loop.drain()
+            engine.loop.saves.drain()
         self._call("on_save")
 
     def _tell_new_results(self, engine: DeepSpeedRun, before: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ round ends before `sum over sequences of the least p * cost` / `sum over replica
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -57,6 +58,17 @@ class ReplicaRate:
 def largest_first(sizes: Sequence[int]) -> list[int]:
     """Returns the places of sizes, the largest first; equal ones stay in their order."""
     return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
+
+
+def choose_num_micro_batches(tokens: float, capacity: float, dp_size: int, pp_size: int) -> int:
+    """Micro-batches a round: 1 without a pipeline; with one, enough to fill it, at most 4 a stage.
+
+    Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble
+    under `(pp - 1) / (5 pp - 1)`, a fifth.
+    """
+    if pp_size == 1:
+        return 1
+    return min(max(math.ceil(tokens / (capacity * dp_size)), pp_size), 4 * pp_size)
 
 
 def admit(queues: Sequence[Sequence[int]], *, first_slot: int, rooms: Sequence[int]) -> list[int]:

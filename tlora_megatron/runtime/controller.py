@@ -27,10 +27,15 @@ from tlora_megatron.training.metrics import EventSink
 from tlora_megatron.training.resident.commands import Command, JobCommands
 from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import frozen_gc, keep_fingerprints
-from tlora_megatron.training.run.job_admission import check_fits_linears, prepare_for
-from tlora_megatron.training.run.live_run import TOKENS, LiveChanges, LiveFolder, Request
-from tlora_megatron.training.run.output_dir import CONFIG_NAME
+from tlora_megatron.training.run.output_dir import (
+    CONFIG_NAME,
+    TOKENS,
+    LiveChanges,
+    LiveFolder,
+    Request,
+)
 from tlora_megatron.training.run.preparation import PreparedJob
+from tlora_megatron.training.run.reading import check_fits_linears, prepare_for
 from tlora_megatron.training.run.training_run import Linears, TrainingRun
 from tlora_megatron.training.signals import StopSignals
 

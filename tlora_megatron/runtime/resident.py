@@ -39,8 +39,8 @@ from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.resident.commands import JobCommands
 from tlora_megatron.training.resident.staging import ReadOrder, Stager
 from tlora_megatron.training.run.determinism import ENVIRONMENT, check_deterministic
-from tlora_megatron.training.run.job_admission import check_fits_linears
 from tlora_megatron.training.run.preparation import PreparedJob
+from tlora_megatron.training.run.reading import check_fits_linears
 from tlora_megatron.training.run.training_run import DTYPES, Linears, allow_open_files
 from tlora_megatron.training.run_watch import RunWatch
 from tlora_megatron.training.super_model import Engine, SuperModel
@@ -95,7 +95,7 @@ def open_resident(
         yield commands
     finally:
         commands.close()
-        loop.close()
+        loop.saves.close()
         watch.close()
 
 
@@ -157,9 +157,7 @@ def _make_loop(
         run,
         files,
         events,
-        evaluation="interleave",
-        placeholders="if_unportioned",
-        summaries="jobs",
+        is_live=True,
         nano_rounds=start_nano_batches(
             run, super_model.engine.nano_batches, opened.groups, (), resuming=False, traces=False
         ),

@@ -1,8 +1,23 @@
-"""A job whose batches and steps a client asks for: its state, and how its requests are judged."""
+"""A job whose batches and steps a client asks for: its state, and how its requests are judged.
+
+A loss in which a token's slope depends on more than its own log-probability runs twice: without
+gradients, and then as cross entropy in which minus a token's slope, found here from the
+log-probabilities, is its weight. With p and q the probabilities of training and sampling, and A the
+advantage of a token:
+
+    gspo               -min(s A, clip(s) A), s = exp(mean of log p/q over the tokens of the mask);
+                       the slope is that of a token's own log p, scaled by s (GSPO-token,
+                       arXiv:2507.18071, as Tinker documents it)
+    stable_reinforce   -A (log p - sum over h of c_h log p_h), c_h = q_h - r p_h a constant: the
+                       score is centred under the sampler (arXiv:2609.20807, equation 14)
+
+Of `stable_reinforce` h are the tokens whose q was recorded, the sampled one first, and r p stands
+for q in all others: r = (1 - sum q_h) / (1 - sum p_h).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,15 +37,15 @@ from tlora_megatron.ops.frozen.losses import (
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.driven_losses import losses_of_data, runs_twice
-from tlora_megatron.training.driven_requests import Request
+from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB, Request
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed
-from tlora_megatron.training.packing.row_arrays import SentTokens
+from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, SentTokens
 
 NO_DATA = JobData(train=(), eval=(), num_truncated=0, num_dropped=0)
 """The data of a job that gets its tokens from a client."""
-_JOURNAL = "journal"
+_LEAST_TAIL = 1e-6
+"""Probability that all tokens together have at least whose q is not known."""
+_Pair = tuple[np.ndarray, np.ndarray]
 
 
 class OpenPlan(BatchPlan):
@@ -164,19 +179,13 @@ class DrivenState(JobState):
             if self.running.grad is not None:
                 slab.grad.copy_(self.running.grad)
         elif request.op == "forward_backward":
-            self._keep(request, loss)
+            self.has_grad = True
+            self.loss_sum += loss
+            weights, (tokens, targets) = request.weights, self.asked_tokens
+            self.weight_sum += float(np.abs(weights).sum(dtype=float))
+            self.asked_tokens = tokens + len(weights), targets + int(np.count_nonzero(weights))
         number, self.running, self.to_score = self.running.number, None, None
         self.finish(number)
-
-    def _keep(self, request: Request, loss: float) -> None:
-        self.has_grad = True
-        self.loss_sum += loss
-        tokens, targets = self.asked_tokens
-        weights = request.arrays.get("weights")
-        count = len(request.arrays["tokens"])
-        asked = count if weights is None else int(np.count_nonzero(weights))
-        self.weight_sum += count if weights is None else float(np.abs(weights).sum(dtype=float))
-        self.asked_tokens = tokens + count, targets + asked
 
     @property
     def mean_loss(self) -> float:
@@ -207,12 +216,12 @@ class DrivenState(JobState):
 
     def progress(self) -> dict[str, Any]:
         own = {"job": self.name, "requests": self.counted, "saved": self.saving}
-        return {**JobState.progress(self), _JOURNAL: own}
+        return {**JobState.progress(self), "journal": own}
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Sets the values that a checkpoint kept; another job's begins with the first request."""
         JobState.restore(self, progress)
-        own = progress.get(_JOURNAL) or {}
+        own = progress.get("journal") or {}
         if own.get("job") == self.name:
             self.done = self.known = self.counted = self.saved_count = int(own["requests"])
 
@@ -224,21 +233,15 @@ def items_of(request: Request, weights: np.ndarray | None = None) -> list[Item]:
         weights: of the tokens, instead of the request's own.
     """
     arrays, kind = request.arrays, KINDS.get(request.loss_fn, CROSS_ENTROPY)
-    if weights is None:
-        weights = arrays.get("weights")
-    if weights is None:
-        weights = np.ones(len(arrays["tokens"]), np.float32)
+    weights = request.weights if weights is None else weights
     inputs = None if kind == CROSS_ENTROPY else loss_inputs(request)
     items, begin = [], 0
     for index, length in enumerate(arrays["lengths"].tolist()):
         rows = slice(begin, begin + length)
         tokens = np.append(arrays["tokens"][rows], np.int32(0))
-        sent = SentTokens(
-            arrays["targets"][rows],
-            weights[rows],
-            kind,
-            None if inputs is None else inputs[:, rows],
-        )
+        sent = SentTokens(arrays["targets"][rows], weights[rows], kind)
+        if inputs is not None:
+            sent = sent._replace(inputs=inputs[:, rows])
         sequence = TokenSequence(tokens, np.ones(length + 1, bool))
         items.append(Item(sequence, index, begin, 0.0, sent))
         begin += length
@@ -315,7 +318,15 @@ def judge(request: Request, logprobs: np.ndarray) -> Verdict:
         logprobs: of its tokens, fp32.
     """
     logprob_T = torch.from_numpy(logprobs)
-    losses = _losses(request, logprob_T)
+    if runs_twice(request):
+        losses = losses_of_data(request, logprobs)
+    else:
+        kind, inputs = KINDS[request.loss_fn], None
+        weights_T = torch.from_numpy(np.asarray(request.weights, np.float32))
+        if kind != CROSS_ENTROPY:
+            kind_T = torch.full_like(logprob_T, kind, dtype=torch.int8)
+            inputs = TokenInputs(kind_T, *torch.from_numpy(loss_inputs(request)))
+        losses = token_losses(logprob_T, weights_T, inputs, {kind})
     for what, values_T in (
         ("log-probability", logprob_T),
         ("loss", losses.loss_T),
@@ -330,15 +341,59 @@ def judge(request: Request, logprobs: np.ndarray) -> Verdict:
     return Verdict(float(losses.loss_T.double().sum()), None)
 
 
-def _losses(request: Request, logprob_T: Tensor) -> TokenLosses:
-    if runs_twice(request):
-        return losses_of_data(request, logprob_T.numpy())
-    kind, weights = KINDS[request.loss_fn], request.arrays.get("weights")
-    weights_T = torch.ones_like(logprob_T)
-    if weights is not None:
-        weights_T = torch.from_numpy(np.asarray(weights, np.float32))
-    inputs = None
-    if kind != CROSS_ENTROPY:
-        kind_T = torch.full_like(logprob_T, kind, dtype=torch.int8)
-        inputs = TokenInputs(kind_T, *torch.from_numpy(loss_inputs(request)))
-    return token_losses(logprob_T, weights_T, inputs, {kind})
+def _gspo(request: Request, rows: slice, logprob_RN: np.ndarray) -> _Pair:
+    arrays, config = request.arrays, request.loss_config()
+    advantage_N = arrays["advantages"][rows].astype(np.float64)
+    in_ratio_N = arrays["sequence_ratio_mask"][rows] != 0
+    away_N = (logprob_RN[0] - arrays["logprobs"][rows])[in_ratio_N]
+    ratio = np.exp(away_N.mean()) if len(away_N) else 1.0
+    free_N = ratio * advantage_N
+    clipped = np.clip(ratio, config["clip_low_threshold"], config["clip_high_threshold"])
+    kept_N = np.minimum(free_N, clipped * advantage_N)
+    return -kept_N, np.where(free_N <= kept_N, -free_N, 0.0)
+
+
+def _stable_reinforce(request: Request, rows: slice, logprob_RN: np.ndarray) -> _Pair:
+    sampled_RN = request.arrays["logprobs"][rows].reshape(logprob_RN.shape).astype(np.float64)
+    advantage_N = request.arrays["advantages"][rows].reshape(logprob_RN.shape)[0]
+    is_known_RN = sampled_RN > UNKNOWN_LOGPROB
+    p_RN, q_RN = (np.exp(one) * is_known_RN for one in (logprob_RN, sampled_RN))
+    rest_N = np.maximum(0.0, 1 - q_RN.sum(0)) / np.maximum(_LEAST_TAIL, 1 - p_RN.sum(0))
+    score_RN = rest_N * p_RN - q_RN
+    score_RN[0] += 1
+    slope_RN = -advantage_N * score_RN
+    return slope_RN * logprob_RN, slope_RN
+
+
+_LOSSES: dict[str, Callable[[Request, slice, np.ndarray], _Pair]] = {
+    "gspo": _gspo,
+    "stable_reinforce": _stable_reinforce,
+}
+
+
+def runs_twice(request: Request) -> bool:
+    """True if a request has one of these losses."""
+    return request.loss_fn in _LOSSES
+
+
+def losses_of_data(request: Request, logprobs: np.ndarray) -> TokenLosses:
+    """Losses of all tokens and their slopes, fp64 `[T]`.
+
+    Args:
+        logprobs: of the request's targets.
+    """
+    loss, wide = _LOSSES[request.loss_fn], logprobs.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # who asks looks for what is not finite
+        found = [loss(request, rows, wide[rows].reshape(runs, -1)) for rows, runs in _data(request)]
+    sides = zip(*found, strict=True)
+    joined = (np.concatenate([part.ravel() for part in side]) for side in sides)
+    return TokenLosses(*map(torch.from_numpy, joined))
+
+
+def _data(request: Request) -> Iterator[tuple[slice, int]]:
+    """The tokens of each datum, and how many sequences it runs as."""
+    lengths, place, begin = request.arrays["lengths"], 0, 0
+    for runs in request.runs:
+        end = begin + int(lengths[place]) * runs
+        yield slice(begin, end), runs
+        place, begin = place + runs, end

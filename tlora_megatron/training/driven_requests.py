@@ -107,6 +107,11 @@ class Request:
         found: Sequence[int] = self.params.get("runs") or [1] * len(self.arrays["lengths"])
         return found
 
+    @property
+    def weights(self) -> np.ndarray:
+        """Weights of its tokens; 1 each where it has none."""
+        return self.arrays.get("weights", np.ones(len(self.arrays["tokens"]), np.float32))
+
     def loss_config(self) -> dict[str, float]:
         """The settings of its loss, with defaults."""
         given: Mapping[str, Any] = self.params.get("loss_fn_config") or {}

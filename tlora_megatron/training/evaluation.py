@@ -85,13 +85,9 @@ class Evaluation:
         if packer.groups.layout.cp_size > 1:
             waiting = waiting[:1]
         queues = [self._queues[name] if name in waiting else [] for name in slots]
-        # A round's worth of each at a time: sorting all of them every round would not pay.
-        counts = packer.counts_of_a_round(queues, micro_batches)
-        portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
-        packed = packer.pack_round(portions, first_slot=first_slot)
-        for name, left, queue, count in zip(slots, packed.left, queues, counts, strict=True):
-            if name in waiting:
-                self._queues[name] = left + queue[count:]
+        packed = packer.pack_part(queues, first_slot=first_slot, micro_batches=micro_batches)
+        left = zip(slots, packed.left, strict=True)
+        self._queues |= {name: own for name, own in left if name in waiting}
         results = scorer.predict([batch.executed for batch in packed.micro_batches])
         begins = [self._begins.get(name, 0) for name in slots]
         scored = zip(packed.contents, packed.micro_batches, results, strict=False)

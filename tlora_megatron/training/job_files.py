@@ -13,16 +13,18 @@ from typing import Any, TypeVar
 
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
-from tlora_megatron.training.formats.checkpoint import remove_old_checkpoints
+from tlora_megatron.training.formats.checkpoint import (
+    checkpoint_state,
+    remove_old_checkpoints,
+    step_folder,
+    write_checkpoint,
+)
+from tlora_megatron.training.formats.peft import write_adapter
 from tlora_megatron.training.formats.quantised import QuantisationCard
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.metrics import JobMetrics
-from tlora_megatron.training.saving.saver import (
-    Target,
-    adapter_target,
-    checkpoint_target,
-    state_target,
-)
+from tlora_megatron.training.saving.saver import Target
+from tlora_megatron.training.saving.snapshot import BUFFERS, Snapshot
 from tlora_megatron.training.super_model import StepReport
 
 logger = logging.getLogger(__name__)
@@ -176,10 +178,20 @@ class JobFiles:
 
     def checkpoint(self, job: JobState, on_error: Callable[[Exception], None]) -> Target:
         """Returns the target that makes a checkpoint of the job's snapshot."""
-        permit = partial(self._permit_checkpoint, job.name)
-        directory = self.folder(job) / "checkpoints"
-        target = checkpoint_target(directory, job, on_error, self._quantisation, permit)
-        return self._waiting(f"job {job.name}: its last checkpoint", target, job)
+        directory, name, step = self.folder(job) / "checkpoints", job.name, job.step
+        state = checkpoint_state(job, self._quantisation)
+
+        def permit() -> None:
+            self.before_checkpoint(name)
+            self.permit(name)
+
+        def write(snapshot: Snapshot) -> int:
+            folder = step_folder(directory, step)
+            return write_checkpoint(folder, state, *snapshot.state(), permit)
+
+        clean_up = partial(remove_old_checkpoints, directory, step, permit)
+        target = Target(BUFFERS, write, on_error, clean_up=clean_up)
+        return self._waiting(f"job {name}: its last checkpoint", target, job)
 
     def adapter(
         self, job: JobState, on_error: Callable[[Exception], None], directory: Path | None = None
@@ -189,9 +201,21 @@ class JobFiles:
         Args:
             directory: None = `adapter` in the job's folder.
         """
+        folder = self.folder(job) / "adapter" if directory is None else directory
         permit = partial(self.permit, job.name)
-        directory = self.folder(job) / "adapter" if directory is None else directory
-        target = adapter_target(directory, self._base_model, on_error, self._quantisation, permit)
+
+        def write(snapshot: Snapshot) -> int:
+            return write_adapter(
+                folder,
+                lora=snapshot.lora,
+                factors=snapshot.tensors(BUFFERS[0]),
+                model=snapshot.spec,
+                base_model=self._base_model,
+                quantisation=self._quantisation,
+                permit=permit,
+            )
+
+        target = Target(BUFFERS[:1], write, on_error)
         return self._waiting(f"job {job.name}: its adapter", target, job)
 
     def state(
@@ -206,12 +230,16 @@ class JobFiles:
         Args:
             check: raises a `ValueError` if nothing is to be written; on the writer's thread.
         """
+        state, name = checkpoint_state(job, self._quantisation), job.name
 
         def permit() -> None:
             check()
-            self.permit(job.name)
+            self.permit(name)
 
-        return state_target(directory, job, on_error, self._quantisation, permit)
+        def write(snapshot: Snapshot) -> int:
+            return write_checkpoint(directory, state, *snapshot.state(), permit)
+
+        return Target(BUFFERS, write, on_error)
 
     def _waiting(self, what: str, target: Target, job: JobState) -> Target:
         """The target, which waits for room if it is of a job's end."""
@@ -220,10 +248,6 @@ class JobFiles:
         return target._replace(
             write=lambda snapshot: self.with_room(what, lambda: target.write(snapshot))
         )
-
-    def _permit_checkpoint(self, name: str) -> None:
-        self.before_checkpoint(name)
-        self.permit(name)
 
     def permit(self, name: str) -> None:
         """Does nothing while this process may change the files of a job.

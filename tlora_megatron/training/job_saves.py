@@ -170,17 +170,18 @@ class JobSaves:
         with timeline.phase("export"):
             self.saver.save(job, [self._adapter(job)])
 
-    def save_due(self, jobs: Sequence[JobState]) -> None:
-        """Saves those of the jobs whose number of steps asks for it."""
-        self.save([job for job in jobs if self.is_due(job)])
-
     def save_moved(self, names: Sequence[str]) -> None:
         """Saves those of the jobs that have moved since their last save."""
         jobs = [job for job in self._super_model.jobs if job.is_active and job.name in names]
         self.save([job for job in jobs if self.has_moved(job)])
 
     def export(self, job: JobState, directory: Path) -> None:
-        """Writes a job's present adapter and waits until it is on the disk; collective."""
+        """Writes a job's present adapter and waits until it is on the disk; collective.
+
+        Raises:
+            ValueError: on the writer, if a weight is not finite or the directory holds something
+                else.
+        """
         errors: list[Exception] = []
         target = self.files.adapter(job, errors.append, directory)
         with timeline.phase("export"):
@@ -190,9 +191,13 @@ class JobSaves:
             raise errors[0]
 
     def drain(self) -> tuple[str, ...]:
-        """Waits until all is on the disk; returns the jobs that could not be written.
+        """Waits until all that was saved or exported is on the disk; not collective.
 
         Where all jobs have left, others get the memory of the device.
+
+        Returns:
+            Names of the jobs that could not be written since the last call; none on ranks that
+            write nothing.
         """
         if self._keeps_memory and not self._super_model.jobs:
             self._keeps_memory = False

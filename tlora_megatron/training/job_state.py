@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +33,7 @@ def learning_rate(spec: ScheduleSpec, peak: float, step: int, num_steps: int) ->
     return spec.min_lr + (peak - spec.min_lr) * max(0.0, left)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvalResult:
+class EvalResult(NamedTuple):
     """Scores over a job's evaluation sequences."""
 
     loss: float
@@ -167,14 +166,11 @@ class JobState:
 
     def progress(self) -> dict[str, Any]:
         """Values that a checkpoint keeps; data order and dropout follow from seed and step."""
-        before = self.eval_before
-        saved = {key: getattr(self, key) for key in self.SAVED}
-        return {**saved, "eval_before": before and [before.loss, before.exact_match]}
+        return {key: getattr(self, key) for key in self.SAVED}
 
     def restore(self, progress: dict[str, Any]) -> None:
         """Sets the values that a checkpoint kept."""
         for key in self.SAVED:
             setattr(self, key, progress[key])
         if self.eval_before is not None:
-            loss, exact_match = progress["eval_before"]
-            self.eval_before = EvalResult(loss=loss, exact_match=exact_match)
+            self.eval_before = EvalResult(*self.eval_before)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from tlora_megatron import timeline
 from tlora_megatron.config.schema import RunSpec
@@ -26,16 +25,15 @@ class Loop:
     """Runs rounds with what is due behind each: metrics, evaluation, checkpoints, export.
 
     `run` trains all jobs to their ends. `step` runs one round, for callers with a loop of their
-    own, who call `close` at the end. `resident.commands.JobCommands` lets jobs join and leave.
+    own, who call `saves.close` at the end. `resident.commands.JobCommands` lets jobs come and go.
 
     Args:
         events: takes what happens, on every rank that has one; None = it is not reported.
-        evaluation: "stop" = of all rows at once, while the others wait; "interleave" = the job is
-            held and keeps its slot, and `evaluate_part` scores a micro-batch of its rows at a time.
-        placeholders: "always" = a failed job keeps its place in the packing; "if_unportioned" =
-            only while some job trains whose packing is not its own.
-        summaries: "run" = `jobs` keeps those that have ended, for the summary of the run; "jobs" =
-            each has a summary of its own, and is forgotten behind it.
+        is_live: for jobs that come and go. One that is evaluated is held and keeps its slot, and
+            `evaluate_part` scores a micro-batch of its rows at a time; else all rows at once, while
+            the others wait. A failed one keeps its place in the packing only while some job trains
+            whose packing is not its own; else always. One that ends has a summary of its own and
+            is forgotten behind it; else `jobs` keeps it, for the summary of the run.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
     """
 
@@ -47,9 +45,7 @@ class Loop:
         files: JobFiles,
         events: EventSink | None = None,
         *,
-        evaluation: Literal["stop", "interleave"] = "stop",
-        placeholders: Literal["always", "if_unportioned"] = "always",
-        summaries: Literal["run", "jobs"] = "run",
+        is_live: bool = False,
         nano_rounds: NanoRounds | None = None,
         watch: RunWatch | None = None,
     ) -> None:
@@ -71,8 +67,7 @@ class Loop:
         self.stopped_by = 0
         """Number of the signal that has stopped the loop; 0 = none."""
         self.stop_sentence: str | None = None
-        self._evaluation, self._placeholders = evaluation, placeholders
-        self._summaries = summaries
+        self._is_live = is_live
         self._has_started = False
         self._joining: dict[str, None] = {}
         self._held = HeldJobs()
@@ -128,7 +123,7 @@ class Loop:
                     if not self.has_ended:
                         on_boundary()
         finally:
-            self.close()
+            self.saves.close()
 
     def start(self) -> None:
         """Runs the first evaluation and retires jobs that were resumed past their last step.
@@ -176,7 +171,7 @@ class Loop:
         if save and job.step > self.files.saved_step[name]:
             self.saves.save([job])
         self.super_model.set_jobs([other for other in self.super_model.jobs if other is not job])
-        if self._summaries == "run":
+        if not self._is_live:
             job.status, job.reason = "cancelled", f"cancelled at step {job.step}"
         self._forget(job)
         self._note_jobs()
@@ -246,39 +241,17 @@ class Loop:
 
     @property
     def saved_steps(self) -> dict[str, int]:
-        """The step of each job's last save, or at which it began; `drain` has it on the disk."""
+        """The step of each job's last save, or at which it began, on the disk or not."""
         return dict(self.files.saved_step)
 
     def save_active(self) -> None:
         """Checkpoints every job that still trains, but none twice at the same step."""
         self.saves.save([job for job in self.active if job.step > self.files.saved_step[job.name]])
 
-    def export(self, job: JobState, directory: Path) -> None:
-        """Writes a job's present adapter and waits until it is on the disk; collective.
-
-        Raises:
-            ValueError: on the writer, if a weight is not finite or the directory holds something
-                else.
-        """
-        self.saves.export(job, directory)
-
-    def drain(self) -> tuple[str, ...]:
-        """Waits until everything that was saved or exported is on the disk; not collective.
-
-        Returns:
-            Names of the jobs that could not be written since the last call; none on ranks that
-            write nothing.
-        """
-        return self.saves.drain()
-
     def end(self, job: JobState) -> None:
         """Ends a job that is done, with its last checkpoint and its adapter."""
         self.saves.save([job])
         self._retire([job])
-
-    def close(self) -> None:
-        """Finishes what is being written and closes the files; a second call does nothing."""
-        self.saves.close()
 
     def _begin(self, jobs: Sequence[JobState]) -> None:
         """Evaluates jobs before their first step, and ends those that are past their last one."""
@@ -318,7 +291,7 @@ class Loop:
         self.watch.stop(number)
         left = [job.name for job in self.active]
         self.save_active()
-        self.stop_sentence = stop_sentence(number, self.rounds, left, self.drain())
+        self.stop_sentence = stop_sentence(number, self.rounds, left, self.saves.drain())
 
     def _fail_unmoved(self, jobs: Sequence[JobState]) -> None:
         """Fails those of the jobs at their ends whose adapters are what they were at the start."""
@@ -334,7 +307,7 @@ class Loop:
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
         if not any(job.data.eval for job in jobs):
             return
-        if self._evaluation == "interleave":
+        if self._is_live:
             self._held.add([job for job in jobs if job.data.eval])
             return
         with timeline.phase("evaluation"):
@@ -359,7 +332,7 @@ class Loop:
             if job.is_active:
                 job.status = "finished"
         present = self.super_model.jobs
-        keeps = self._placeholders == "always" or any(
+        keeps = not self._is_live or any(
             job.is_active and job.spec.portion_tokens is None for job in present
         )
         staying = [
@@ -368,7 +341,7 @@ class Loop:
         if over or len(staying) < len(present):
             slots = [job if job.is_active else job.placeholder() for job in staying]
             self.super_model.set_jobs(slots)
-        if over and self._summaries == "jobs":
+        if over and self._is_live:
             for job in over:
                 self._forget(job)
                 self.saves.end(job)
@@ -380,7 +353,7 @@ class Loop:
 
     def _forget(self, job: JobState) -> None:
         """Drops what the loop keeps of a job that trains no more."""
-        if self._summaries == "jobs":
+        if self._is_live:
             self.jobs = tuple(other for other in self.jobs if other.name != job.name)
         self._joining.pop(job.name, None)
         self._held.drop(job)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -319,7 +319,7 @@ class RunWatch:
         self._signals = signals
         self.agreement = agreement
         """None = no signal stops the run, and no requests are taken."""
-        self._hangs = hangs
+        self._hangs = hangs or HangWatch(0.0, None, 0, 1)
 
     @classmethod
     def open(cls, signals: StopSignals | None, hang_timeout_s: float) -> RunWatch:
@@ -333,12 +333,11 @@ class RunWatch:
 
     def watching(self) -> AbstractContextManager[None]:
         """Watches for hangs inside."""
-        return nullcontext() if self._hangs is None else self._hangs.watching()
+        return self._hangs.watching()
 
     def tick(self, place: str) -> None:
         """Notes that this rank gets on, and what it does next."""
-        if self._hangs is not None:
-            self._hangs.tick(place)
+        self._hangs.tick(place)
 
     def begin_round(self, number: int) -> None:
         """Notes that a round begins; from the first on a signal waits for a round's end."""
@@ -349,16 +348,14 @@ class RunWatch:
     def end_round(self) -> int:
         """Number of the signal by which all ranks stop behind this round; 0 = they go on."""
         number = 0 if self.agreement is None else self.agreement.end_round()
-        if self._hangs is not None:
-            self._hangs.end_round()
+        self._hangs.end_round()
         return number
 
     def stop(self, number: int) -> None:
         """Notes that the run ends here by a signal; saving may then take as long as it takes."""
         if self._signals is not None:
             self._signals.stopped_by = number
-        if self._hangs is not None:
-            self._hangs.close()
+        self._hangs.close()
 
     def waits_for_room(self) -> bool:
         """Notes a wait for room on the disk; False once a signal asks the run to stop."""
@@ -372,6 +369,6 @@ class RunWatch:
 
     def close(self) -> None:
         """Releases both; a second call does nothing."""
-        for part in (self.agreement, self._hangs):
-            if part is not None:
-                part.close()
+        if self.agreement is not None:
+            self.agreement.close()
+        self._hangs.close()

@@ -28,8 +28,8 @@ from tlora_megatron.training.packing.packing import (
     Round,
     RoundShape,
 )
-from tlora_megatron.training.packing.portions import RoundRule
-from tlora_megatron.training.packing.round_packer import FilledRound, RoundPacker
+from tlora_megatron.training.packing.portions import FilledRound, RoundRule
+from tlora_megatron.training.packing.round_packer import RoundPacker
 from tlora_megatron.training.round_timing import BusyShare, RateCorrection, RoundTiming
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
@@ -255,16 +255,13 @@ class SuperModel(Generic[EngineT]):
         Returns:
             What is left of each.
         """
-        packer = self._packer(())
-        counts = packer.counts_of_a_round(queues, 1)
-        portions = [q[:n] for q, n in zip(queues, counts, strict=True)]
-        packed = packer.pack_round(portions, first_slot=self._rounds)
+        packed = self._packer(()).pack_part(queues, first_slot=self._rounds, micro_batches=1)
         results = self.engine.predict([batch.executed for batch in packed.micro_batches])
         scored = zip(packed.micro_batches, packed.contents, results, strict=False)
         for micro_batch, items, (nll_T, _) in scored:
             if micro_batch.packed.sent is not None and self.groups.counts_losses:
                 collect(self.jobs, micro_batch, items, nll_T)
-        return [left + q[n:] for left, q, n in zip(packed.left, queues, counts, strict=True)]
+        return packed.left
 
     def _packer(self, dropout_keys: Sequence[int]) -> RoundPacker:
         switch = self.engine.nano_batches

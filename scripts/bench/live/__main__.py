@@ -87,7 +87,7 @@ class Bench:
         self.settings = RunSpec(output_dir=str(folder), tensorboard=False, checkpoint_every_steps=0)
         self.live = Loop(
             self.model, spec, self.settings, files_of(self.settings), self,
-            evaluation="interleave", placeholders="if_unportioned", summaries="jobs",
+            is_live=True,
         )  # fmt: skip
         self.live.saver.expect(lora)
         group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None

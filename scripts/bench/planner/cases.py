@@ -25,7 +25,8 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import data_lengths
 from tlora_megatron.training.data.job_data import BatchPlan
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.packing import Item, batch_items, fill_bins, round_up
+from tlora_megatron.training.packing.packing import Item, batch_items, round_up
+from tlora_megatron.training.packing.portions import fill_bins
 
 LLAMA_8B = REPO / "configs" / "models" / "llama-3.1-8b.json"
 BATCHES = MIXES["batch 1-8"]

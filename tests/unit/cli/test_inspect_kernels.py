@@ -17,8 +17,7 @@ from tlora_megatron.cli import inspect_kernels as module
 from tlora_megatron.config.load import config_to_dict, load_config
 from tlora_megatron.ops.lora.kernel_choice import KernelChoice
 from tlora_megatron.training.data.job_data import ENTRY_NAME
-from tlora_megatron.training.run.live_run import TOKENS, LiveFolder
-from tlora_megatron.training.run.output_dir import CONFIG_NAME, hold_output_dir
+from tlora_megatron.training.run.output_dir import CONFIG_NAME, TOKENS, LiveFolder, hold_output_dir
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from tlora_megatron.model.cp_dispatch import (
     team_ends_ps,
 )
 from tlora_megatron.model.dispatch import ReplicaRate, admit, assign, cut, cut_evenly, turns
-from tlora_megatron.training.packing.packing import fill_bins
+from tlora_megatron.training.packing.portions import fill_bins
 
 KINDS = (
     ReplicaRate(token_ps=110_000_000, square_ps=6000, longest=6144),

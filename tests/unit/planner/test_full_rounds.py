@@ -25,7 +25,7 @@ from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
 from tlora_megatron.planner.search import search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.training.packing.packing import fill_bins
+from tlora_megatron.training.packing.portions import fill_bins
 
 MIXED = LengthHistogram.from_counts([(256, 5), (512, 3), (1024, 1), (2048, 1)])
 MEGATRON = SearchSpace(runs_in="megatron")

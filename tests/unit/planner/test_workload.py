@@ -19,16 +19,16 @@ from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.planner.rounds.load import ExpectedRounds, Part, part_of, spread_of
 from tlora_megatron.planner.rounds.model import RoundModel
-from tlora_megatron.planner.rounds.packer import Packer, RoundShape, num_micro_batches, timed_load
+from tlora_megatron.planner.rounds.packer import Packer, RoundShape, timed_load
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.packing import (
-    batch_items,
-    choose_num_micro_batches,
+from tlora_megatron.training.packing.packing import batch_items, round_up
+from tlora_megatron.training.packing.portions import (
+    RoundRule,
     fill_bins,
-    round_up,
+    fill_by_time,
+    round_ends_ps,
 )
-from tlora_megatron.training.packing.portions import RoundRule, fill_by_time, round_ends_ps
 
 
 def test_a_histogram_from_lengths_keeps_mean_and_longest() -> None:
@@ -136,19 +136,6 @@ def test_a_load_takes_what_a_configured_job_says() -> None:
     load = JobLoad.from_spec(spec, LengthHistogram.single(7), 0.5)
     assert (load.rank, load.dropout, load.targets) == (4, 0.1, ("q_proj", "o_proj"))
     assert (load.batch_size, load.batch_tokens, load.target_share) == (3, 21, 0.5)
-
-
-@given(
-    tokens=st.integers(0, 10**6),
-    capacity=st.integers(1, 10**5),
-    dp_size=st.integers(1, 16),
-    pp_size=st.integers(1, 16),
-)
-def test_micro_batches_a_round_are_the_packers(
-    tokens: int, capacity: int, dp_size: int, pp_size: int
-) -> None:
-    ours = num_micro_batches(tokens, capacity, dp_size, pp_size)
-    assert ours == choose_num_micro_batches(tokens, capacity, dp_size, pp_size)
 
 
 def expected_rounds(jobs: list[JobLoad], **layout: int) -> ExpectedRounds:

@@ -77,7 +77,7 @@ def test_a_signal_ends_the_loop_behind_its_round_with_everything_saved() -> None
     watch = StopBehind(2)
     loop = loop_over(running_job(), Kinds(), watch)
     loop.save_active = lambda: watch.calls.append("save")  # type: ignore[method-assign]
-    loop.drain = lambda: watch.calls.append("drain") or ("a",)  # type: ignore
+    loop.saves.drain = lambda: watch.calls.append("drain") or ("a",)  # type: ignore
     loop.run()
     assert watch.calls == [1, 2, "save", "drain"]
     assert (loop.stopped_by, watch.signals.stopped_by, loop.is_over) == (15, 15, False)

@@ -25,7 +25,7 @@ from tlora_megatron.ops.routing import Document, pack_micro_batch
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.optimizer import square_sum
-from tlora_megatron.training.run import reading, training_run
+from tlora_megatron.training.run import training_run
 from tlora_megatron.training.run.preparation import PreparedJob
 
 
@@ -141,18 +141,18 @@ def _prepared(path: str, last_token: int) -> PreparedJob:
 
 def test_processes_must_read_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes with copies of their own, at paths of their own; the second one is made up."""
-    mine = reading.content_digest(config_for(tmp_path), [_prepared("a.jsonl", 3)])
-    copied = reading.content_digest(config_for(tmp_path / "b"), [_prepared("b.jsonl", 3)])
-    other_data = reading.content_digest(config_for(tmp_path), [_prepared("a.jsonl", 4)])
+    mine = training_run.content_digest(config_for(tmp_path), [_prepared("a.jsonl", 3)])
+    copied = training_run.content_digest(config_for(tmp_path / "b"), [_prepared("b.jsonl", 3)])
+    other_data = training_run.content_digest(config_for(tmp_path), [_prepared("a.jsonl", 4)])
     other_run = config_for(tmp_path, micro_batch_tokens=64)
-    other_config = reading.content_digest(other_run, [_prepared("a.jsonl", 3)])
+    other_config = training_run.content_digest(other_run, [_prepared("a.jsonl", 3)])
     assert mine == copied
     assert len({mine, other_data, other_config}) == 3
 
     def gather(value: Any) -> list[Any]:
         return [value, other_data if isinstance(value, str) else value]
 
-    monkeypatch.setattr(reading, "_gather", gather)
+    monkeypatch.setattr(training_run, "_gather", gather)
     rule = r"must read the same configuration and data, got others on rank 1 than"
     with pytest.raises(ValueError, match=rule):
-        reading.check_agreement(config_for(tmp_path), [_prepared("a.jsonl", 3)])
+        training_run.check_agreement(config_for(tmp_path), [_prepared("a.jsonl", 3)])

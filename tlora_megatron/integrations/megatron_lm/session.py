@@ -46,7 +46,7 @@ from tlora_megatron.integrations.megatron_lm.same_model import (
     without_quantization,
 )
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
+from tlora_megatron.training.formats.fingerprint import read_fingerprint
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.packing.packing import RoundShape

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tlora_megatron.model.dispatch import ReplicaRate, admit, share_out, turns
+from tlora_megatron.model.dispatch import (
+    ReplicaRate,
+    admit,
+    choose_num_micro_batches,
+    share_out,
+    turns,
+)
 from tlora_megatron.planner.rounds.load import (
     ROWS_BIT,
     DrawnBatches,
@@ -29,13 +34,6 @@ _MOST_ROWS = 2**62
 """Stands for room without end."""
 
 
-def num_micro_batches(tokens: float, capacity: float, dp_size: int, pp_size: int) -> int:
-    """Number of micro-batches of a round on every rank, as `training.packing` chooses it."""
-    if pp_size == 1:
-        return 1
-    return min(max(math.ceil(tokens / (capacity * dp_size)), pp_size), 4 * pp_size)
-
-
 class RoundShape(NamedTuple):
     """Bounds of a round."""
 
@@ -50,7 +48,7 @@ class RoundShape(NamedTuple):
         """Micro-batches of a replica for so many rows of all batches."""
         if self.fixed is not None:
             return self.fixed
-        return num_micro_batches(tokens, self.capacity, self.dp_size, self.pp_size)
+        return choose_num_micro_batches(tokens, self.capacity, self.dp_size, self.pp_size)
 
     @property
     def room(self) -> float:

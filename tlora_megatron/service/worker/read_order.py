@@ -14,9 +14,8 @@ from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.training.data.job_data import TokenCache
 from tlora_megatron.training.data.jsonl_file import JsonlFile
-from tlora_megatron.training.run.job_admission import check_job_folders
 from tlora_megatron.training.run.preparation import PreparedJob
-from tlora_megatron.training.run.reading import JobReader
+from tlora_megatron.training.run.reading import JobReader, check_job_folders
 
 
 def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, Any]], PreparedJob]:

@@ -66,48 +66,40 @@ def checkpoint_state(job: JobState, quantisation: QuantisationCard | None = None
     return json.dumps(state, indent=1)
 
 
+def step_folder(directory: Path, step: int) -> Path:
+    """The folder of a checkpoint in the directory of all of them."""
+    return directory / f"step_{step:08d}"
+
+
 def write_checkpoint(
-    directory: Path,
-    step: int,
+    folder: Path,
     state: str,
     weights: Sequence[PendingTensor],
     moments: Sequence[PendingTensor],
     permit: Permit = always,
 ) -> int:
-    """Writes `directory/step_N` and returns the number of bytes; older ones stay.
+    """Writes a checkpoint, in the place of one there, and returns the number of bytes.
 
     Args:
         moments: Adam's, with the moment and a dot before each name.
 
     Raises:
-        ValueError: if a tensor is not finite; the job could not go on from it. Either way the
-            earlier checkpoints are untouched.
+        ValueError: if a tensor is not finite; the job could not go on from it. Either way what was
+            there is untouched.
     """
-    newest = directory / f"step_{step:08d}"
-    num_bytes = write_state(newest, state, weights, moments, permit)
-    remove_leftovers(directory, "step_*", _FILES)
-    return num_bytes
-
-
-def write_state(
-    directory: Path,
-    state: str,
-    weights: Sequence[PendingTensor],
-    moments: Sequence[PendingTensor],
-    permit: Permit = always,
-) -> int:
-    """Writes one checkpoint as `directory` itself, in the place of one there; see above."""
-    with replace_directory(directory, _FILES, permit) as folder:
-        num_bytes = write_tensors(folder / _FILES[0], weights)
-        num_bytes += write_tensors(folder / _FILES[1], moments)
-        (folder / _FILES[2]).write_text(state)
+    with replace_directory(folder, _FILES, permit) as incoming:
+        num_bytes = write_tensors(incoming / _FILES[0], weights)
+        num_bytes += write_tensors(incoming / _FILES[1], moments)
+        (incoming / _FILES[2]).write_text(state)
+    if _NAME.fullmatch(folder.name):
+        remove_leftovers(folder.parent, "step_*", _FILES)
     return num_bytes + len(state)
 
 
 def remove_old_checkpoints(directory: Path, step: int, permit: Permit = always) -> None:
     """Removes all but the two newest checkpoints up to a step; a disk that refuses is logged."""
     # Those beyond the step could not be read and are not ours to count, or it would be the oldest.
-    newest = f"step_{step:08d}"
+    newest = step_folder(directory, step).name
     try:
         permit()
         written = [path for path in _steps(directory) if path.name <= newest]

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.atomic_directory import replace_directory
-from tlora_megatron.training.formats.fingerprint_file import Fingerprint, write_fingerprint
+from tlora_megatron.training.formats.fingerprint import Fingerprint, write_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import WeightSource
 from tlora_megatron.training.formats.hf_convert import assemble, check_weights, hf_shapes
 from tlora_megatron.training.formats.megatron_flags import megatron_arguments, megatron_flags

@@ -154,8 +154,7 @@ def write_adapter(
     """
     directory = Path(directory)
     modules = hf_targets(lora.target_modules)
-    _check_complete({factor.name for factor in factors}, model.num_layers, lora.target_modules)
-    _check_shapes({factor.name: factor.shape for factor in factors}, model, lora)
+    _check_factors({factor.name: factor.shape for factor in factors}, model, lora)
     tensors = _peft_tensors(factors, model, stacks_experts=stacks_experts)
     config = peft_config(lora, modules, base_model, model)
     weights, metadata = directory / WEIGHTS_NAME, _METADATA | as_metadata(quantisation)
@@ -223,9 +222,7 @@ def load_adapter(directory: Path, *, model: Backbone) -> AdapterFile:
         factors = _read_factors(folder, model)
         present = {split_name(name)[1] for name in factors}
         lora = lora_spec(config, present, model)
-        _check_complete(set(factors), model.num_layers, lora.target_modules)
-        shapes = {name: tuple(factor.shape) for name, factor in factors.items()}
-        _check_shapes(shapes, model, lora)
+        _check_factors({name: factor.shape for name, factor in factors.items()}, model, lora)
         check_finite(factors)
     except ValueError as error:
         raise ValueError(f"adapter {directory}: {error}") from error
@@ -311,28 +308,26 @@ def _read_factors(folder: Path, model: Backbone) -> dict[str, Tensor]:
     return factors
 
 
-def _check_complete(names: set[str], num_layers: int, targets: tuple[str, ...]) -> None:
-    """Exactly an A and a B for every target of every layer."""
+def _check_factors(shapes: Mapping[str, Sequence[int]], model: Backbone, lora: LoraSpec) -> None:
+    """Exactly an A and a B for every target of every layer, each of its shape."""
+    num_layers, targets = model.num_layers, lora.target_modules
     expected = {
         f"layers.{layer}.{target}.{side}"
         for layer in range(num_layers)
         for target in targets
         for side in ("lora_a", "lora_b")
     }
-    for name in sorted(names - expected):
+    for name in sorted(shapes.keys() - expected):
         raise ValueError(
             f"factors must be of {', '.join(targets)} in layers 0 to {num_layers - 1}, got {name}"
         )
-    missing = sorted(expected - names)
+    missing = sorted(expected - shapes.keys())
     if missing:
         raise ValueError(
             f"factors must cover {', '.join(targets)} in all {num_layers} layers, "
             f"got none for {missing[0]} ({len(missing)} missing)"
         )
-
-
-def _check_shapes(shapes: Mapping[str, tuple[int, ...]], model: Backbone, lora: LoraSpec) -> None:
     for name, shape in shapes.items():
-        expected = factor_shape(model, name, lora)
-        if tuple(shape) != expected:
-            raise ValueError(f"{name} must have shape {list(expected)}, got {list(shape)}")
+        wanted = factor_shape(model, name, lora)
+        if tuple(shape) != wanted:
+            raise ValueError(f"{name} must have shape {list(wanted)}, got {list(shape)}")

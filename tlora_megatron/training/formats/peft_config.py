@@ -171,8 +171,10 @@ def read_peft_config(path: Path) -> dict[str, Any]:
 
 def _check_unset(config: dict[str, Any], keys: Set[str]) -> None:
     for key in sorted(keys):
-        if not _is_unset(config.get(key)):
-            raise ValueError(f"{key} must be unset (plain LoRA only), got {config[key]!r}")
+        value = config.get(key)
+        # A plain truth test would take `layers_to_transform: 0`, the first layer alone, for unset.
+        if not (value is None or value is False or value in ("", [], {})):
+            raise ValueError(f"{key} must be unset (plain LoRA only), got {value!r}")
 
 
 def lora_spec(config: dict[str, Any], present: set[str], model: Backbone) -> LoraSpec:
@@ -319,11 +321,6 @@ def _check_block_factors(
                 f"use_bdlora must make {wanted} of {path} block-diagonal, as tensor parallelism "
                 f"cuts it, got {' and '.join(found) or 'neither factor'}"
             )
-
-
-def _is_unset(value: Any) -> bool:
-    """A plain truth test would take `layers_to_transform: 0`, the first layer alone, for unset."""
-    return value is None or value is False or value in ("", [], {})
 
 
 def _check_targets(listed: Any, present: set[str], known: tuple[str, ...]) -> None:

@@ -72,13 +72,6 @@ class _File(NamedTuple):
     size_bytes: int
 
 
-class _Part(NamedTuple):
-    """Tensors that one thread writes, one behind the other."""
-
-    begin: int
-    tensors: list[PendingTensor]
-
-
 def write_tensors(
     path: Path,
     tensors: Sequence[PendingTensor],
@@ -102,6 +95,10 @@ def write_tensors(
     return file.size_bytes
 
 
+_Part = tuple[int, list[PendingTensor]]
+"""Where tensors begin that one thread writes, one behind the other."""
+
+
 def _parts(file: _File, dtype: torch.dtype) -> Iterator[_Part]:
     """Cuts a file into parts of about the size with which the disk is asked to begin."""
     begin = end = len(file.header)
@@ -110,18 +107,19 @@ def _parts(file: _File, dtype: torch.dtype) -> Iterator[_Part]:
         tensors.append(tensor)
         end += math.prod(tensor.shape) * dtype.itemsize
         if end - begin >= _AHEAD_BYTES:
-            yield _Part(begin, tensors)
+            yield begin, tensors
             begin, tensors = end, []
-    yield _Part(begin, tensors)
+    yield begin, tensors
 
 
 def _write_part(descriptor: int, dtype: torch.dtype, part: _Part) -> None:
-    scratch, offset = Scratch(), part.begin
-    for tensor in part.tensors:
+    scratch, (begin, tensors) = Scratch(), part
+    offset = begin
+    for tensor in tensors:
         values = tensor.read(scratch).to(dtype)
         check_finite({tensor.name: values})
         offset = _write(descriptor, _raw(values), offset)
-    _begin_writing(descriptor, part.begin, offset)
+    _begin_writing(descriptor, begin, offset)
 
 
 def holds_tensors(

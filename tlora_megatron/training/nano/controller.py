@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal, Protocol
+from typing import Literal
 
 MOST_COUNT = 4
 """Counts that are tried. In a prototype on 4 H200s (NCCL beside compute) four were never faster
@@ -46,36 +46,6 @@ class StepTime:
     """Nano-batches that its micro-batches could be cut into at most: their documents."""
 
 
-class NanoController(Protocol):
-    """Chooses the number of nano-batches."""
-
-    limit: int
-    """The highest count; may be set between steps, to no less than has been the count."""
-
-    @property
-    def count(self) -> int:
-        """Number of nano-batches of the next step."""
-
-    @property
-    def kept(self) -> int:
-        """The present choice, whatever the next step tries."""
-
-    @property
-    def phase(self) -> Phase:
-        """Purpose of the next step: explore counts, keep the choice, or check it."""
-
-    def next_count(self, step: StepTime) -> int:
-        """Takes the time of the step just done, at the present count; returns the next count."""
-        ...
-
-    def chosen(self, mix_key: str) -> int | None:
-        """The choice for a mix; None before there is one."""
-        ...
-
-    def resume(self, mix_key: str, count: int) -> None:
-        """Goes on with an earlier run's choice for a mix."""
-
-
 class HysteresisController:
     """Keeps the count with the shortest time seen.
 
@@ -91,10 +61,13 @@ class HysteresisController:
 
     def __init__(self, limit: int = MOST_COUNT) -> None:
         self.limit = limit
+        """The highest count; may be set between steps, to no less than has been the count."""
         self.count = 1
+        """Number of nano-batches of the next step."""
         self.kept = 1
         """The choice, in this mix or until it is explored the one before."""
         self.phase: Phase = "explore"
+        """Purpose of the next step: explore counts, keep the choice, or check it."""
         self._mix: str | None = None
         self._chosen: dict[str, int] = {}
         """The choice by mix."""
@@ -114,13 +87,16 @@ class HysteresisController:
         """The count that a check compares with the choice."""
 
     def chosen(self, mix_key: str) -> int | None:
+        """The choice for a mix; None before there is one."""
         return self._chosen.get(mix_key)
 
     def resume(self, mix_key: str, count: int) -> None:
+        """Goes on with an earlier run's choice for a mix."""
         self._chosen[mix_key] = self.kept = self.count = max(1, min(count, self.limit))
         self.phase = "keep"
 
     def next_count(self, step: StepTime) -> int:
+        """Takes the time of the step just done, at the present count; returns the next count."""
         if step.mix_key != self._mix:
             self._begin_mix(step)
             return self.count
@@ -302,3 +278,7 @@ class AimdController:
             self._skip = int(wanted != self.count)
             self.count = wanted
         return self.count
+
+
+NanoController = HysteresisController | AimdController
+"""Chooses the number of nano-batches."""

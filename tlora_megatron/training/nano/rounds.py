@@ -97,15 +97,6 @@ def rank_aware_cut(spec: Backbone, jobs: Sequence[JobState]) -> CutDocuments:
     return RowCosts.of(spec, [job.spec.lora for job in jobs]).cut
 
 
-class Agreed(NamedTuple):
-    """Values that hold for all processes together."""
-
-    time_s: float
-    """The longest time of any process."""
-    room: LaneRoom
-    """The least room of any process."""
-
-
 class Agreement:
     """An exchange of step time and memory room under way; collective over the world."""
 
@@ -121,25 +112,24 @@ class Agreement:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def read(self) -> Agreed:
-        """Returns the agreed values; waits for a copy that was started a step ago."""
+    def read(self) -> tuple[float, LaneRoom]:
+        """Returns the longest time and the least room of any process.
+
+        Waits for a copy that was started a step ago.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         time_s, most, spare = self._value.tolist()
-        return Agreed(time_s, LaneRoom(-most, -spare))
+        return time_s, LaneRoom(-most, -spare)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Measured:
+class _Measured(NamedTuple):
     """A step whose agreed time is not known yet."""
 
     agreement: Agreement
     own: StepTime
-    num_jobs: int
-    job_steps: dict[str, int]
-    """Steps done by each of the run's jobs, by name."""
-    count: int
-    phase: str
+    line: TraceLine
+    """Line of the trace, without what follows from the agreed time."""
 
 
 class NanoRounds:
@@ -199,14 +189,19 @@ class NanoRounds:
         count, done = self.controller.count, self._pending
         mix, most = mix_key(jobs), self._most
         own = StepTime(time_s=self._time_s, tokens=self._tokens, mix_key=mix, most=most)
-        self._pending = _Measured(
-            agreement=Agreement(self._time_s, self._switch.room(), self._device),
-            own=own,
-            num_jobs=len(jobs),
-            job_steps=self._job_steps,
-            count=count,
+        line = TraceLine(
+            step=0,
+            nano_batches=count,
+            time_s=self._time_s,
+            tokens=self._tokens,
             phase=self.controller.phase,
+            kept=0,
+            jobs=len(jobs),
+            mix=mix,
+            job_steps=self._job_steps,
         )
+        agreement = Agreement(self._time_s, self._switch.room(), self._device)
+        self._pending = _Measured(agreement, own, line)
         self._time_s, self._tokens, self._most = 0.0, 0, 1
         if done is not None:
             self._take(done)
@@ -226,12 +221,15 @@ class NanoRounds:
 
     def _take(self, done: _Measured) -> None:
         """Tells the controller a step's time, unless its count has changed meanwhile."""
-        agreed = done.agreement.read()
-        self._limit_count(agreed.room, done.own.most)
-        step = replace(done.own, time_s=agreed.time_s)
-        if done.count == self.controller.count:
-            self.controller.next_count(step)
-        self._write(step, done)
+        time_s, room = done.agreement.read()
+        self._limit_count(room, done.own.most)
+        if done.line.nano_batches == self.controller.count:
+            self.controller.next_count(replace(done.own, time_s=time_s))
+        self.steps += 1
+        if self._trace is not None:
+            kept, chosen = self.controller.kept, self.controller.chosen(done.line.mix)
+            line = replace(done.line, step=self.steps, time_s=time_s, kept=kept, chosen=chosen)
+            self._trace.append(line)
 
     def _limit_count(self, room: LaneRoom, most_documents: int) -> None:
         """Keeps the controller from trying new numbers that may not fit into memory."""
@@ -267,24 +265,6 @@ class NanoRounds:
         told = [found]
         dist.broadcast_object_list(told, src=0)
         return told[0]
-
-    def _write(self, step: StepTime, done: _Measured) -> None:
-        self.steps += 1
-        if self._trace is None:
-            return
-        line = TraceLine(
-            step=self.steps,
-            nano_batches=done.count,
-            time_s=step.time_s,
-            tokens=step.tokens,
-            phase=done.phase,
-            kept=self.controller.kept,
-            jobs=done.num_jobs,
-            mix=step.mix_key,
-            chosen=self.controller.chosen(step.mix_key),
-            job_steps=done.job_steps,
-        )
-        self._trace.append(line)
 
 
 def mix_key(jobs: Sequence[JobState]) -> str:

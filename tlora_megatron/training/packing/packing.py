@@ -10,7 +10,6 @@ a large batch every few.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,10 +21,85 @@ from torch import Tensor
 from tlora_megatron.model.cp_dispatch import CpTeam
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, scaled_losses
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.row_arrays import RowArrays, SentBatch, SentTokens
+
+
+class SentTokens(NamedTuple):
+    """Values that a client sent with the tokens of one sequence, one for every row."""
+
+    targets: np.ndarray
+    """The token that each row is to predict; any."""
+    weights: np.ndarray
+    """fp32, of the rows' cross entropy; where this is 0 there is a log-probability all the same."""
+    kind: int = KINDS["cross_entropy"]
+    """Number of the loss (`ops.frozen.losses`)."""
+    inputs: np.ndarray | None = None
+    """fp32 `[4, T]`, the further fields of `TokenInputs`; None for cross entropy."""
+
+
+class SentBatch(NamedTuple):
+    """Values that clients sent with rows of a micro-batch, on the device."""
+
+    is_sent: Tensor
+    """bool `[T]`: the row is a client's."""
+    kinds: frozenset[int]
+    """Numbers of the losses that its rows have."""
+    inputs: TokenInputs | None
+    """None if cross entropy is the only loss."""
+
+    def losses(self, nll_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns losses to differentiate, and values to report: `-log p` of clients' rows.
+
+        Rows of other jobs have the bits of `nll_T * weights_T` in both.
+        """
+        losses_T = scaled_losses(nll_T, weights_T, self.inputs, self.kinds)
+        return losses_T, torch.where(self.is_sent, nll_T, losses_T).detach()
+
+
+class RowArrays(NamedTuple):
+    """Rows of a micro-batch on the host, and what clients sent with them."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    is_sent: np.ndarray
+    """bool `[T]`: the row is a client's."""
+    kind: np.ndarray
+    """int8 `[T]`: number of its loss."""
+    inputs: np.ndarray
+    """fp32 `[4, T]`."""
+
+    @classmethod
+    def zeros(cls, num_tokens: int) -> RowArrays:
+        """Rows that are padding."""
+        return cls(
+            tokens=np.zeros(num_tokens, dtype=np.int64),
+            labels=np.zeros(num_tokens, dtype=np.int64),
+            weights=np.zeros(num_tokens, dtype=np.float32),
+            is_sent=np.zeros(num_tokens, dtype=np.bool_),
+            kind=np.zeros(num_tokens, dtype=np.int8),
+            inputs=np.zeros((4, num_tokens), dtype=np.float32),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[RowArrays]) -> RowArrays:
+        """Joins rows, one part behind the other."""
+        return cls(*(np.concatenate(values, axis=-1) for values in zip(*parts, strict=True)))
+
+    def sent_on_device(self, rows: Tensor, device: torch.device) -> SentBatch | None:
+        """Copies what clients sent with the chosen rows; None if no row at all is a client's."""
+        if not self.is_sent.any():
+            return None
+        is_sent_T = to_device(torch.from_numpy(self.is_sent)[rows], device)
+        kinds = frozenset(np.unique(self.kind).tolist())
+        if kinds <= {KINDS["cross_entropy"]}:
+            return SentBatch(is_sent_T, kinds, None)
+        kind_T = to_device(torch.from_numpy(self.kind)[rows], device)
+        values_4T = to_device(torch.from_numpy(self.inputs)[:, rows], device)
+        return SentBatch(is_sent_T, kinds, TokenInputs(kind_T, *values_4T))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,74 +199,6 @@ class RoundShape:
     def asked_micro_batches(self) -> int | None:
         """The number that the driver wants in the next round; None = any."""
         return None if self.num_micro_batches is None else self.num_micro_batches()
-
-
-def choose_num_micro_batches(total_tokens: int, capacity: int, dp_size: int, pp_size: int) -> int:
-    """Micro-batches a round: 1 without a pipeline; with one, enough to fill it, at most 4 a stage.
-
-    Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble
-    under `(pp - 1) / (5 pp - 1)`, a fifth.
-    """
-    if pp_size == 1:
-        return 1
-    needed = math.ceil(total_tokens / (capacity * dp_size))
-    return min(max(needed, pp_size), 4 * pp_size)
-
-
-def fill_bins(
-    queues: Sequence[list[Item]],
-    *,
-    capacity: int,
-    dp_size: int,
-    pp_size: int,
-    first_slot: int = 0,
-    num_micro_batches: int | None = None,
-) -> tuple[Round, list[list[Item]]]:
-    """Takes items from every slot's queue in turn until nothing more fits.
-
-    Args:
-        queues: what is left of each slot's batch; empty for a slot that waits.
-        first_slot: has the first turn, modulo the number of slots. Where one sequence fills a
-            micro-batch, it is the only slot that gets any room, so callers go round.
-        num_micro_batches: on every data-parallel rank; None = `choose_num_micro_batches`.
-
-    Returns:
-        The round, and what is left of each queue.
-    """
-    if num_micro_batches is None:
-        total = sum(item.length for queue in queues for item in queue)
-        num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
-    # Longest first: what fits only into an empty bin goes while there is one.
-    left = [sorted(queue, key=lambda item: -item.length) for queue in queues]
-    turns = [(first_slot + turn) % len(left) for turn in range(len(left))]
-    contents = _deal(left, turns, num_bins=num_micro_batches * dp_size, capacity=capacity)
-    return Round(replicas=tuple(contents[d::dp_size] for d in range(dp_size))), left
-
-
-def _deal(
-    left: Sequence[list[Item]], turns: Sequence[int], *, num_bins: int, capacity: int
-) -> tuple[tuple[Placed, ...], ...]:
-    """Moves items from the slots' queues to the lightest micro-batch, a slot after the other.
-
-    Args:
-        left: each slot's queue, in the order to take from; what fits is removed.
-        turns: the slots in the order of their turns.
-    """
-    loads = [0] * num_bins
-    contents: list[list[Placed]] = [[] for _ in loads]
-    open_slots = [slot for slot in turns if left[slot]]
-    while open_slots:
-        for slot in list(open_slots):
-            item = left[slot][0]
-            lightest = min(range(num_bins), key=loads.__getitem__)
-            if loads[lightest] + item.length > capacity:
-                open_slots.remove(slot)
-                continue
-            contents[lightest].append(Placed(slot, left[slot].pop(0)))
-            loads[lightest] += item.length
-            if not left[slot]:
-                open_slots.remove(slot)
-    return tuple(in_packed_order(content) for content in contents)
 
 
 def in_packed_order(content: Sequence[Placed]) -> tuple[Placed, ...]:
@@ -309,11 +315,7 @@ def on_device(
     tokens_T, labels_T, weights_T = (
         torch.from_numpy(values)[rows] for values in (arrays.tokens, arrays.labels, arrays.weights)
     )
-    is_target_T = weights_T != 0
-    sent = None
-    if arrays.sent is not None:
-        is_target_T |= torch.from_numpy(arrays.sent.is_sent)[rows]
-        sent = arrays.sent.on_device(rows, device)
+    is_target_T = (weights_T != 0) | torch.from_numpy(arrays.is_sent)[rows]
     return PackedBatch(
         view=view,
         tokens=to_device(tokens_T, device).unsqueeze(0),
@@ -321,13 +323,13 @@ def on_device(
         weights=to_device(weights_T, device),
         # Found here: on the device, finding them would wait for it.
         target_rows=to_device(is_target_T.nonzero().flatten(), device),
-        sent=sent,
+        sent=arrays.sent_on_device(rows, device),
     )
 
 
 def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
     """Tokens, labels and loss weights `[num_tokens]` in packed order, zeros behind the items."""
-    rows = RowArrays.zeros(num_tokens, sent=any(p.item.sent is not None for p in placed))
+    rows = RowArrays.zeros(num_tokens)
     begin = 0
     for item in (p.item for p in placed):
         end = begin + item.length
@@ -337,6 +339,9 @@ def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
             rows.labels[begin:end] = np.where(target, item.sequence.tokens[1:], 0)
             rows.weights[begin:end] = np.where(target, item.weight, 0.0)
         else:
-            rows.put_sent(begin, end, item.sent)
+            rows.labels[begin:end], rows.weights[begin:end] = item.sent.targets, item.sent.weights
+            rows.is_sent[begin:end], rows.kind[begin:end] = True, item.sent.kind
+            if item.sent.inputs is not None:
+                rows.inputs[:, begin:end] = item.sent.inputs
         begin = end
     return rows

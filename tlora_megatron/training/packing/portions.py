@@ -1,8 +1,8 @@
 """Packs rounds by portions, whose sums depend on no other job, and shares rounds out by time.
 
-Fair packing (`packing.fill_bins`) deals sequences out to whatever room the others leave, so that
+A slot without portions has its sequences dealt out to whatever room the others leave, so that
 neighbours decide which of a job's sequences are summed together, on which rank and in which round.
-Here a job's batch is divided into portions by its own sequences alone. A portion goes into one
+Else a job's batch is divided into portions by its own sequences alone. A portion goes into one
 micro-batch as a whole or waits, and a job's portions go in their own order: within a micro-batch
 their sums are kept apart (`RowGroups.cuts`), so that a gradient is the same bits whether two of
 them meet in one micro-batch or run in two rounds.
@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from tlora_megatron.model.cp_dispatch import CpRates, CpTeam, Cut, share_among_teams, team_ends_ps
+from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams, team_ends_ps
 from tlora_megatron.model.dispatch import (
     ReplicaRate,
     admit,
+    choose_num_micro_batches,
     cut,
     predicted_ends_ps,
     share_out,
@@ -37,9 +38,17 @@ from tlora_megatron.training.packing.packing import (
     MicroBatchItems,
     Placed,
     Round,
-    choose_num_micro_batches,
     in_packed_order,
 )
+
+
+class FilledRound(NamedTuple):
+    """One round before it is packed; the same on all ranks."""
+
+    round: Round
+    """The items of every data-parallel replica."""
+    left: list[list[Item]]
+    """Each slot's items that did not fit."""
 
 
 class ReplicaRoom(NamedTuple):
@@ -82,27 +91,32 @@ def next_portion(
     return portion, []
 
 
-def fill_with_portions(
+def fill_bins(
     queues: Sequence[list[Item]],
     *,
-    portion_tokens: Sequence[int | None],
     capacity: int,
     dp_size: int,
     pp_size: int,
     first_slot: int = 0,
     num_micro_batches: int | None = None,
+    portion_tokens: Sequence[int | None] | None = None,
     rooms: Sequence[ReplicaRoom] | None = None,
-) -> tuple[Round, list[list[Item]]]:
+) -> FilledRound:
     """Takes a portion of every slot in turn until none fits; a slot without takes a sequence.
 
     Args:
+        queues: what is left of each slot's batch; empty for a slot that waits.
+        first_slot: has the first turn, modulo the number of slots. Where one sequence fills a
+            micro-batch, it is the only slot that gets any room, so callers go round.
+        num_micro_batches: on every data-parallel rank; None = `choose_num_micro_batches`.
         portion_tokens: of each slot, on each data-parallel rank, at most `capacity`; None = its
-            sequences go one by one to whatever room there is.
+            sequences go one by one to the lightest micro-batch.
         rooms: of unlike replicas; None = `dp_size` times `capacity`.
     """
     total = sum(item.length for queue in queues for item in queue)
     if num_micro_batches is None:
         num_micro_batches = choose_num_micro_batches(total, capacity, dp_size, pp_size)
+    portion_tokens = portion_tokens or [None] * len(queues)
     rooms = rooms or [ReplicaRoom(capacity)] * dp_size
     part = num_micro_batches * sum(r.rows for r in rooms)
     even = [min(r.rows, -(-total * r.rows // part)) for r in rooms]
@@ -112,7 +126,7 @@ def fill_with_portions(
     while open_slots:
         open_slots = [slot for slot in open_slots if room.place(slot, portion_tokens[slot])]
     replicas = tuple(tuple(map(in_packed_order, own)) for own in zip(*room.contents, strict=True))
-    return Round(replicas=replicas), room.left
+    return FilledRound(Round(replicas=replicas), room.left)
 
 
 class _Room:
@@ -208,18 +222,17 @@ def cut_round(content: Round, table: RecomputeTable, padding: int = 0) -> Round:
     Args:
         padding: rows that a micro-batch may get beside its items.
     """
-    replicas = [_cut_replica(own, table, padding) if any(own) else own for own in content.replicas]
+    replicas = []
+    for whole in content.replicas:
+        placed = list(itertools.chain(*whole))
+        if any(p.portion is not None for p in placed):
+            replicas.append(_cut_portions(placed, table, padding))
+        elif placed:
+            parts = cut_by_recompute([p.item.length for p in placed], table, padding)
+            replicas.append(tuple(_items(placed, part) for part in parts))
+        else:
+            replicas.append(whole)
     return Round(replicas=tuple(replicas))
-
-
-def _cut_replica(
-    whole: Sequence[MicroBatchItems], table: RecomputeTable, padding: int
-) -> tuple[MicroBatchItems, ...]:
-    placed = list(itertools.chain(*whole))
-    if any(p.portion is not None for p in placed):
-        return _cut_portions(placed, table, padding)
-    parts = cut_by_recompute([p.item.length for p in placed], table, padding)
-    return tuple(_items(placed, part) for part in parts)
 
 
 def cut_by_recompute(
@@ -314,7 +327,7 @@ def round_ends_ps(filled: Round, rates: Sequence[ReplicaRate]) -> list[int]:
 
 def fill_by_time(
     queues: Sequence[list[Item]], rule: RoundRule, *, first_slot: int = 0
-) -> tuple[Round, list[list[Item]]]:
+) -> FilledRound:
     """Takes items from every slot's queue in turn until the round is full, and shares them out.
 
     Args:
@@ -324,8 +337,12 @@ def fill_by_time(
         [queue[i] for i in turns([item.length for item in queue], rule.rates)] for queue in queues
     ]
     lengths = [[item.length for item in queue] for queue in left]
-    depth = max(rule.depth, _filling(sum(map(sum, lengths)), rule))
-    rooms = [rate.longest for rate in rule.rates] * depth
+    # A pipeline is filled as without the rule.
+    mean = max(1, sum(rate.longest for rate in rule.rates) // len(rule.rates))
+    needed = choose_num_micro_batches(
+        sum(map(sum, lengths)), mean, len(rule.rates), max(rule.stages)
+    )
+    rooms = [rate.longest for rate in rule.rates] * max(rule.depth, needed)
     taken = admit(lengths, first_slot=first_slot, rooms=rooms)
     placed = [
         Placed(slot, item)
@@ -335,13 +352,7 @@ def fill_by_time(
     shares = share_out([p.item.length for p in placed], rule.rates, rule.stages)
     replicas = tuple(tuple(_items(placed, places) for places in share) for share in shares)
     rest = [queue[count:] for queue, count in zip(left, taken, strict=True)]
-    return Round(replicas=replicas), rest
-
-
-def _filling(total_tokens: int, rule: RoundRule) -> int:
-    """Micro-batches a replica that fill a pipeline, as without the rule; 1 without a pipeline."""
-    mean = max(1, sum(rate.longest for rate in rule.rates) // len(rule.rates))
-    return choose_num_micro_batches(total_tokens, mean, len(rule.rates), max(rule.stages))
+    return FilledRound(Round(replicas=replicas), rest)
 
 
 def _items(placed: Sequence[Placed], places: Sequence[int]) -> MicroBatchItems:
@@ -363,18 +374,13 @@ def form_teams(content: Round, rates: CpRates, table: RecomputeTable | None = No
             return cut(lengths, rates.of(size).longest)
         return cut_by_recompute(lengths, table.of_share(size, rates.cp_size))
 
-    formed = [_form(own, rates, cut_for) for own in content.replicas]
-    return Round(
-        replicas=tuple(items for items, _ in formed), teams=tuple(teams for _, teams in formed)
-    )
-
-
-def _form(
-    whole: tuple[MicroBatchItems, ...], rates: CpRates, cut_for: Cut
-) -> tuple[tuple[MicroBatchItems, ...], tuple[CpTeam, ...]]:
-    placed = list(itertools.chain(*whole))
-    shares = share_among_teams([p.item.length for p in placed], rates, cut_for)
-    return tuple(_items(placed, places) for places in shares.places), shares.teams
+    replicas, teams = [], []
+    for whole in content.replicas:
+        placed = list(itertools.chain(*whole))
+        shares = share_among_teams([p.item.length for p in placed], rates, cut_for)
+        replicas.append(tuple(_items(placed, places) for places in shares.places))
+        teams.append(shares.teams)
+    return Round(replicas=tuple(replicas), teams=tuple(teams))
 
 
 def rank_ends_ps(filled: Round, rates: CpRates) -> list[int]:

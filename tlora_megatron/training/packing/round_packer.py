@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.layout import RecomputeTable
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.routing import Document, join_nano_batches, pack_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano_cuts import CutDocuments
-from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
+from tlora_megatron.parallel.nano_cuts import (
+    CutDocuments,
+    cut_by_length,
+    cut_to_fit,
+    fill_parts,
+    padded_rows,
+    shard_order,
+)
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatch,
@@ -22,29 +32,24 @@ from tlora_megatron.training.packing.packing import (
     Placed,
     Round,
     RoundShape,
+    RowArrays,
     SplitBatch,
-    fill_bins,
+    documents_of,
+    fill_rows,
+    on_device,
     pack,
     round_up,
 )
 from tlora_megatron.training.packing.portions import (
+    FilledRound,
     ReplicaRoom,
     RoundRule,
     cut_round,
+    fill_bins,
     fill_by_time,
-    fill_with_portions,
     form_teams,
     with_recompute,
 )
-
-
-class FilledRound(NamedTuple):
-    """One round before it is packed; the same on all ranks."""
-
-    round: Round
-    """The items of every data-parallel replica."""
-    left: list[list[Item]]
-    """Each slot's items that did not fit."""
 
 
 class PackedRound(NamedTuple):
@@ -70,11 +75,11 @@ class RoundPacker:
     shape: RoundShape
     active: tuple[bool, ...]
     """False for each slot that holds a placeholder."""
-    dropout_keys: tuple[int, ...]
+    dropout_keys: tuple[int, ...] = ()
     """One for each slot; none when evaluating."""
-    num_nano_batches: int
+    num_nano_batches: int = 1
     """Most nano-batches of a micro-batch."""
-    cut: CutDocuments
+    cut: CutDocuments = cut_by_length
     """Chooses where a micro-batch is cut into nano-batches."""
     portion_tokens: tuple[int | None, ...] = ()
     """Tokens of a portion, by slot, see `packing.portions`; None = whatever room there is."""
@@ -85,21 +90,18 @@ class RoundPacker:
     """Shares a replica's part of a round out among teams of its context-parallel ranks; None = all
     of them run all micro-batches."""
 
-    def pack_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> PackedRound:
-        """Fills the round's micro-batches from the queues and packs this rank's."""
-        return self.pack_filled(self.fill_round(queues, first_slot=first_slot))
-
     def fill_round(self, queues: Sequence[list[Item]], *, first_slot: int) -> FilledRound:
         """Chooses the round's items and the micro-batch of each; the device is not needed for it.
 
         The same on every rank.
         """
-        filled, left = self._fill(queues, first_slot)
+        filled = self._fill(queues, first_slot)
         if self.cp_rates is not None:
-            return FilledRound(form_teams(filled, self.cp_rates, self._recompute), left)
+            return filled._replace(round=form_teams(filled.round, self.cp_rates, self._recompute))
         if self._recompute is not None and self.groups.most_stages == 1:
-            filled = cut_round(filled, self._recompute, self._nano_padding)
-        return FilledRound(filled, left)
+            cut = cut_round(filled.round, self._recompute, self._nano_padding)
+            return filled._replace(round=cut)
+        return filled
 
     def pack_filled(self, filled: FilledRound) -> PackedRound:
         """Packs this rank's micro-batches of a round."""
@@ -110,52 +112,56 @@ class RoundPacker:
         packed = [self._pack_of_team(*pair) for pair in zip(contents, teams, strict=True)]
         return PackedRound(*filled, packed, contents)
 
-    def _fill(
-        self, queues: Sequence[list[Item]], first_slot: int
-    ) -> tuple[Round, list[list[Item]]]:
+    def _fill(self, queues: Sequence[list[Item]], first_slot: int) -> FilledRound:
         """Fills the micro-batches of all replicas."""
-        asked, stages = self.shape.asked_micro_batches(), self.groups.most_stages
-        is_unlike = self.groups.deployment is not None
-        rule = self.rule if self.dropout_keys or is_unlike else None
+        asked, groups = self.shape.asked_micro_batches(), self.groups
+        rule = self.rule if self.dropout_keys or groups.deployment is not None else None
         has_portions = bool(self.dropout_keys) and any(self.portion_tokens)
         if rule is not None and not has_portions:
-            return fill_by_time(queues, self._within_capacity(rule, queues), first_slot=first_slot)
-        assert has_portions or not is_unlike, "unlike replicas have a rule"
-        fill = fill_bins
-        if has_portions:
-            rooms = self._rooms()
-            fill = partial(fill_with_portions, portion_tokens=self.portion_tokens, rooms=rooms)
-            if rule is not None and stages == 1:
-                asked = rule.portion_micro_batches(queues)
-        return fill(
+            if groups.deployment is None and groups.layout.pp_size > 1:
+                rule = rule.within(self._capacity(queues))  # pipelines recompute by rows
+            return fill_by_time(queues, rule, first_slot=first_slot)
+        rooms = None
+        if groups.deployment is not None:
+            assert has_portions, "unlike replicas have a rule"
+            rooms = [*map(ReplicaRoom, self._budgets, groups.deployment.row_work())]
+        if rule is not None and groups.most_stages == 1:
+            asked = rule.portion_micro_batches(queues)
+        return fill_bins(
             queues,
             capacity=self._capacity(queues),
-            dp_size=self.groups.layout.dp_size,
-            pp_size=stages,
+            dp_size=groups.layout.dp_size,
+            pp_size=groups.most_stages,
             first_slot=first_slot,
             num_micro_batches=asked,
+            portion_tokens=self.portion_tokens if has_portions else None,
+            rooms=rooms,
         )
 
-    def _within_capacity(self, rule: RoundRule, queues: Sequence[Sequence[Item]]) -> RoundRule:
-        """The rule with what a micro-batch may hold, where pipelines recompute by rows."""
-        if self.groups.deployment is not None or self.groups.layout.pp_size == 1:
-            return rule
-        return rule.within(self._capacity(queues))
-
-    def counts_of_a_round(
-        self, queues: Sequence[Sequence[Item]], micro_batches: int | None = None
-    ) -> list[int]:
-        """Counts the items of each queue that could have room in a round.
+    def pack_part(
+        self, queues: Sequence[list[Item]], *, first_slot: int, micro_batches: int | None = None
+    ) -> PackedRound:
+        """Packs a round of what comes first in long queues, which are not sorted as a whole.
 
         Args:
             micro_batches: at most so many of every replica, for all queues together; at least one
                 item goes. None = each queue alone could fill the round.
         """
+        counts = self._counts_of_a_round(queues, micro_batches)
+        portions = [queue[:count] for queue, count in zip(queues, counts, strict=True)]
+        packed = self.pack_filled(self.fill_round(portions, first_slot=first_slot))
+        lefts = zip(packed.left, queues, counts, strict=True)
+        return packed._replace(left=[left + queue[count:] for left, queue, count in lefts])
+
+    def _counts_of_a_round(
+        self, queues: Sequence[Sequence[Item]], micro_batches: int | None
+    ) -> list[int]:
+        """Counts the items of each queue that could have room in a round; see `pack_part`."""
         if micro_batches is None:
             return [self._most_of_a_round(queue) for queue in queues]
         room, counts = sum(self._budgets) * micro_batches, []
         for queue in queues:
-            ends = list(accumulate(item.length for item in queue))
+            ends = list(itertools.accumulate(item.length for item in queue))
             counts.append(bisect_right(ends, room))
             if counts[-1]:
                 room -= ends[counts[-1] - 1]
@@ -194,13 +200,74 @@ class RoundPacker:
             self._pack(placed, num_tokens, everyone, num_parts=self.num_nano_batches)
             for placed in contents
         ]
-        splits: Sequence[SplitBatch | None] = [None] * len(packed)
-        if self.num_nano_batches > 1:
-            packer = self._nano_batch_packer()
-            splits = packer.pack(bins, lambda placed: self._has_rows(placed.slot))
-        found = [MicroBatch(*pair) for pair in zip(packed, splits, strict=True)]
+        found = [MicroBatch(*pair) for pair in zip(packed, self._split(bins), strict=True)]
         table = self._recompute
         return found if table is None else [with_recompute(own, table) for own in found]
+
+    def _split(self, bins: Sequence[Sequence[Placed]]) -> list[SplitBatch | None]:
+        """Packs each bin in nano-batches (`parallel.nano_cuts`), all with equally many rows.
+
+        None for each where no bin is cut. Cuts follow from all sequences, those of placeholders
+        too, so that jobs that are gone do not change which of the others' are computed together. A
+        portion is in one nano-batch as a whole.
+        """
+        parts = [self._cut(placed) for placed in bins] if self.num_nano_batches > 1 else []
+        if all(len(p) < 2 for p in parts):
+            return [None] * len(bins)
+        multiple = row_multiple(self.groups)
+        rows = [
+            [padded_rows(documents_of(part), (0, len(part)), multiple)[0] for part in p]
+            for p in parts
+        ]
+        num_rows = self._fixed_rows or max(max(map(sum, rows)), multiple)
+        return [self._pack_parts(p, r, num_rows) for p, r in zip(parts, rows, strict=True)]
+
+    def _cut(self, placed: Sequence[Placed]) -> list[tuple[Placed, ...]]:
+        """The items of each nano-batch, those without rows left out, and parts without any."""
+        whole = _uncut(placed)
+        cuts = cut_to_fit(
+            [Document(slot=p[0].slot, length=sum(x.item.length for x in p)) for p in whole],
+            self.num_nano_batches,
+            multiple=row_multiple(self.groups),
+            most_rows=self._fixed_rows,
+            cut=self.cut,
+        )
+        parts = (
+            self._with_rows([*itertools.chain(*whole[begin:end])])
+            for begin, end in itertools.pairwise(cuts)
+        )
+        return [part for part in parts if part]
+
+    def _pack_parts(
+        self, parts: Sequence[Sequence[Placed]], rows: Sequence[int], num_rows: int
+    ) -> SplitBatch:
+        filled = fill_parts(
+            rows,
+            num_rows=num_rows,
+            multiple=row_multiple(self.groups),
+            most_rows=self._row_budget,
+        )
+        contents = [*parts, *([()] * (len(filled) - len(parts)))]
+        views = [
+            pack_micro_batch(
+                documents_of(part),
+                num_slots=len(self.active),
+                num_tokens=count,
+                dropout_keys=self.dropout_keys,
+                token_budget=self._row_budget,
+                num_parts=self.num_nano_batches,
+                exactness=self.shape.exactness,
+            )
+            for part, count in zip(contents, filled, strict=True)
+        ]
+        layout, device = self.groups.layout, self.groups.device
+        order = shard_order(filled, layout.tp_size if layout.sequence_parallel else 1)
+        joined = RowArrays.join([*map(fill_rows, contents, filled)])
+        batch = on_device(join_nano_batches(views), joined, order, device)
+        return SplitBatch(
+            replace(batch, order=to_device(order, device)),
+            to_device(_places(parts, filled, order), device),
+        )
 
     def _pack_of_team(self, placed: Sequence[Placed], team: CpTeam) -> MicroBatch:
         """Packs a micro-batch that some of the replica's context-parallel ranks share."""
@@ -268,37 +335,22 @@ class RoundPacker:
             exactness=self.shape.exactness,
         )
 
-    def _nano_batch_packer(self) -> NanoBatchPacker:
-        return NanoBatchPacker(
-            num_nano_batches=self.num_nano_batches,
-            multiple=row_multiple(self.groups),
-            token_budget=self._row_budget,
-            most_rows=self.micro_batch_tokens if self.shape.fills_budget else None,
-            num_slots=len(self.active),
-            dropout_keys=self.dropout_keys,
-            groups=self.groups,
-            cut=self.cut,
-            exactness=self.shape.exactness,
-        )
-
     def _num_rows(self, contents: Sequence[Sequence[Placed]]) -> int:
         """Rows of each micro-batch, over its context-parallel ranks."""
-        if self.shape.fills_budget:
-            return self.micro_batch_tokens
+        if self._fixed_rows is not None:
+            return self._fixed_rows
         longest = max((sum(p.item.length for p in placed) for placed in contents), default=0)
         return round_up(max(longest, 1), row_multiple(self.groups))
-
-    def _rooms(self) -> list[ReplicaRoom] | None:
-        """Unlike replicas as portions are dealt out to them; None where they are alike."""
-        deployment = self.groups.deployment
-        if deployment is None:
-            return None
-        return [*map(ReplicaRoom, self._budgets, deployment.row_work())]
 
     @property
     def _budgets(self) -> tuple[int, ...]:
         """Most rows of a micro-batch of every replica."""
         return self.groups.budgets(self.micro_batch_tokens)
+
+    @property
+    def _fixed_rows(self) -> int | None:
+        """Rows that every micro-batch has; None = as the fullest of the round needs."""
+        return self.micro_batch_tokens if self.shape.fills_budget else None
 
     @property
     def _row_budget(self) -> int:
@@ -316,3 +368,25 @@ def row_multiple(groups: ParallelGroups) -> int:
     """
     tile = 128 if groups.device.type == "cuda" else 16
     return math.lcm(tile, groups.layout.tp_size, 2) * groups.layout.cp_size
+
+
+def _uncut(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Groups items that stay together: a portion, or a sequence that is in none.
+
+    A portion's sums are its job's own only if no neighbour decides where it is cut.
+    """
+
+    def owner(entry: tuple[int, Placed]) -> tuple[int, int, bool]:
+        index, (slot, _, portion) = entry
+        return (slot, index, False) if portion is None else (slot, portion, True)
+
+    groups = itertools.groupby(enumerate(placed), key=owner)
+    return [[p for _, p in group] for _, group in groups]
+
+
+def _places(parts: Sequence[Sequence[Placed]], rows: Sequence[int], order: Tensor) -> Tensor:
+    """Returns the executed row of each row of the items in packed order, int64."""
+    begins = itertools.accumulate(rows, initial=0)
+    used = [sum(p.item.length for p in part) for part in parts]
+    held = [torch.arange(begin, begin + count) for begin, count in zip(begins, used, strict=False)]
+    return torch.argsort(order)[torch.cat([order[:0], *held])]

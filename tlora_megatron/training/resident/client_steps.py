@@ -6,7 +6,7 @@ reads them, and results are gathered before any rank uses them.
 1. Begin: the next request of each job is read and checked; a wrong one is answered with a sentence
    and has changed nothing. Sequences of `forward_backward` are a batch like any other, in portions
    of their own; those of `forward` run without gradients, a micro-batch between rounds, and so do
-   first those of a loss whose slopes depend on all of a datum (`driven_losses`).
+   first those of a loss whose slopes depend on all of a datum (`driven_jobs`).
 2. Answer: one all-reduce gathers the log-probabilities of all requests that the round has ended.
    The host computes the loss from them, and a thread writes the answer. If anything is not finite,
    the gradient is what it was before.
@@ -29,7 +29,6 @@ from tlora_megatron.config.sections import read_job
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan, gathered, judge
 from tlora_megatron.training.driven_requests import (
-    AdamParams,
     Answer,
     Clients,
     Request,
@@ -43,16 +42,16 @@ from tlora_megatron.training.run.preparation import PreparedJob, start_job
 from tlora_megatron.training.super_model import Engine, StepReport, SuperModel
 
 
-class Asked(NamedTuple):
-    """A step that a client has asked for."""
+class Next(NamedTuple):
+    """A job's next request."""
 
     job: DrivenState
     number: int
-    adam: AdamParams
+    request: Request
 
 
-def step_together(loop: Loop, asked: Sequence[Asked]) -> Iterator[tuple[Asked, Answer]]:
-    """Makes the steps of several jobs; waits for the device once. Collective over the world.
+def step_together(loop: Loop, asked: Sequence[Next]) -> Iterator[tuple[Next, Answer]]:
+    """Makes the steps that clients ask for; waits for the device once. Collective over the world.
 
     A step whose gradient is not finite changes nothing, and the gradient is gone.
     """
@@ -61,28 +60,25 @@ def step_together(loop: Loop, asked: Sequence[Asked]) -> Iterator[tuple[Asked, A
     model = loop.super_model
     slots = {job.name: slot for slot, job in enumerate(model.jobs)}
     none = torch.zeros((), device=model.groups.device)
-    requests = [
-        StepRequest(slots[job.name], _optimizer(adam), adam.learning_rate, job.updates, none)
-        for job, _, adam in asked
-    ]
+    requests = []
+    for job, _, request in asked:
+        adam = request.adam()
+        optimizer = OptimizerSpec(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+            max_grad_norm=max(0.0, adam.grad_clip_norm),
+        )
+        requests.append(StepRequest(slots[job.name], optimizer, optimizer.lr, job.updates, none))
     exact = model.round_shape.exactness is not None
     outcomes = step_adapters(model.bank, model.groups, requests, exact=exact)
     for one, outcome in zip(asked, outcomes, strict=True):
         yield one, _note(loop, one, outcome)
 
 
-def _optimizer(adam: AdamParams) -> OptimizerSpec:
-    return OptimizerSpec(
-        lr=adam.learning_rate,
-        betas=(adam.beta1, adam.beta2),
-        eps=adam.eps,
-        weight_decay=adam.weight_decay,
-        max_grad_norm=max(0.0, adam.grad_clip_norm),
-    )
-
-
-def _note(loop: Loop, asked: Asked, outcome: StepOutcome) -> Answer:
-    job, number, adam = asked
+def _note(loop: Loop, asked: Next, outcome: StepOutcome) -> Answer:
+    job, number, request = asked
     if not outcome.applied:
         job.moved(number, applied=False)
         what = "weights" if outcome.loss != outcome.loss else "gradient"
@@ -92,8 +88,8 @@ def _note(loop: Loop, asked: Asked, outcome: StepOutcome) -> Answer:
     job.updates += 1
     job.last_loss = loss
     tokens, targets = job.moved(number, applied=True)
-    reported = StepOutcome(loss, outcome.grad_norm, True)
-    loop.note_step(StepReport(job, reported, adam.learning_rate, tokens, targets, job.batch_time_s))
+    reported, lr = StepOutcome(loss, outcome.grad_norm, True), request.adam().learning_rate
+    loop.note_step(StepReport(job, reported, lr, tokens, targets, job.batch_time_s))
     job.batch_time_s = 0.0
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})
 
@@ -138,12 +134,6 @@ those of them that somebody has answered before; `full`, jobs that cannot be sav
 _AHEAD = 64
 """Requests of a job that are looked for beyond the last one that was carried out."""
 _CHANGE_NOTHING = ("forward", "save_state", "save_for_sampler")
-
-
-class _Next(NamedTuple):
-    job: DrivenState
-    number: int
-    request: Request
 
 
 class RequestExecutor:
@@ -241,7 +231,8 @@ class RequestExecutor:
         steps = {job.name: job.step for job in jobs}
         while self._carry_out(jobs):
             pass
-        self._loop.saves.save_due([job for job in jobs if job.step > steps[job.name]])
+        stepped = [job for job in jobs if job.step > steps[job.name]]
+        self._loop.saves.save([job for job in stepped if self._loop.saves.is_due(job)])
         for job in jobs:
             if job.has_left:
                 self._loop.end(job)
@@ -277,17 +268,17 @@ class RequestExecutor:
             return False
         asked = []
         moved = False
-        for job, number, request in found:
-            if request.op == "optim_step":
-                asked.append(Asked(job, number, request.adam()))
-            elif not self._carry_out_one(job, number, request):
+        for entry in found:
+            if entry.request.op == "optim_step":
+                asked.append(entry)
+            elif not self._carry_out_one(*entry):
                 continue  # it waits
             moved = True
         for one, answer in step_together(self._loop, asked):
             self._answer(one.job, one.number, answer)
         return moved
 
-    def _next(self, job: DrivenState) -> _Next | None:
+    def _next(self, job: DrivenState) -> Next | None:
         """A job's next request, if it can be carried out; a wrong one is answered and passed."""
         if self._files.is_loading(job):
             return None
@@ -306,7 +297,7 @@ class RequestExecutor:
             if is_old and request.op in _CHANGE_NOTHING:
                 job.finish(number)
                 continue
-            return _Next(job, number, request)
+            return Next(job, number, request)
         return None
 
     def _carry_out_one(self, job: DrivenState, number: int, request: Request) -> bool:

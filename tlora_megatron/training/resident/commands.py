@@ -52,6 +52,8 @@ it ends, which takes seconds in a new process."""
 _OWNED_S = 0.5
 """A busy loop looks so often whether it still may write its jobs' files, a read for each job.
 Nothing is written without a look of its own."""
+_REPORT_S = 2.0
+"""Between two events of the kind `round`."""
 _LOOK_S, _LOOKED_AT = 0.005, 16
 """An idle loop looks so often for requests of so many driven jobs; of more, less often."""
 
@@ -75,7 +77,6 @@ class JobCommands:
         group: of gloo over the world; in `serve` nothing else uses it. None = a world of one.
         events: takes what becomes of commands; None = the loop's.
         clients: who keeps the requests of driven jobs; None = there are no such jobs.
-        round_every_s: seconds between two events of the kind `round`.
     """
 
     def __init__(
@@ -86,7 +87,6 @@ class JobCommands:
         *,
         events: EventSink | None = None,
         clients: Clients | None = None,
-        round_every_s: float = 2.0,
     ) -> None:
         self.loop = loop
         self.requests = RequestExecutor(loop, clients or Clients())
@@ -98,7 +98,7 @@ class JobCommands:
         """Jobs that some rank may still be preparing; the same on all ranks."""
         self._waiting: dict[str, None] = {}
         """Jobs that join as soon as they are prepared."""
-        self._rates = _Rates(round_every_s)
+        self._rates = _Rates()
         self._looked_s = -math.inf
         self._has_stopped = False
 
@@ -185,7 +185,7 @@ class JobCommands:
     def _rest(self, source: CommandSource) -> None:
         """Waits for commands or requests; reports what has been written meanwhile."""
         if not self.requests.jobs:
-            self.loop.drain()  # no job waits
+            self.loop.saves.drain()  # no job waits
             source.wait(_BUSY_S if self._preparing else _IDLE_S)
             return
         self.loop.saver.report()
@@ -219,7 +219,10 @@ class JobCommands:
             self._carry_out(command)
         for name in [name for name in self._waiting if name not in self._preparing]:
             del self._waiting[name]
-            joined.append(self._join(name))
+            staged = self._stager.take(name)
+            joined.append((name, staged.state.step))
+            self._rates.begin(name, staged.state.tokens)
+            self.loop.join(staged)
         if joined:
             gc.freeze()
             stall_s = time.perf_counter() - begin_s
@@ -230,7 +233,7 @@ class JobCommands:
             if "seq" in command:
                 self._emit("applied", command.get("job"), {"seq": command["seq"]})
         if self._has_stopped:
-            self.loop.drain()
+            self.loop.saves.drain()
             self.requests.flush()
             self._emit("stopped", None, {})
 
@@ -239,13 +242,15 @@ class JobCommands:
         save = bool(body.get("save", True))
         if kind == "prepare":
             self._prepare(name, body)
-        elif kind == "join":
-            self._ask_to_join(name)
+        elif kind == "join" and name in self._stager:
+            self._waiting[name] = None
+        elif kind == "join" and self._training(name) is None:
+            self._refuse(name, f"job {name!r} must be prepared before it joins, got none")
         elif kind == "leave":
             self._leave(name, save=save)
         elif kind == "save" or (kind == "stop" and save):
             self.loop.save_active()
-        elif kind not in ("renew", "stop"):
+        elif kind not in ("join", "renew", "stop"):
             message = f"command {kind!r} is not known here"
             self._emit("note", command.get("job"), {"message": message})
         self._has_stopped |= kind == "stop"
@@ -279,19 +284,6 @@ class JobCommands:
         self._forget(name)
         self._refuse(name, reasons[0] if reasons else unlike)
 
-    def _ask_to_join(self, name: str) -> None:
-        if name in self._stager:
-            self._waiting[name] = None
-        elif self._training(name) is None:
-            self._refuse(name, f"job {name!r} must be prepared before it joins, got none")
-
-    def _join(self, name: str) -> tuple[str, int]:
-        staged = self._stager.take(name)
-        step = staged.state.step
-        self._rates.begin(name, staged.state.tokens)
-        self.loop.join(staged)
-        return name, step
-
     def _leave(self, name: str, *, save: bool) -> None:
         job = self._training(name)
         if save and job is not None:
@@ -318,8 +310,7 @@ class JobCommands:
 class _Rates:
     """Tokens a second, over all rounds and of each job, reported every few seconds."""
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._since_s = 0.0
         self._tokens = self._reported = 0
         self._before: dict[str, int] = {}
@@ -335,7 +326,7 @@ class _Rates:
 
     def take(self, loop: Loop) -> dict[str, Any] | None:
         """Returns what to report, if it is time, and begins anew."""
-        if self._since_s < self._every_s:
+        if self._since_s < _REPORT_S:
             return None
         now = {job.name: job.tokens for job in loop.active}
         jobs = {

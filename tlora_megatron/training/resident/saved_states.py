@@ -58,20 +58,17 @@ class StateLoad:
 
     def _work(self, job: DrivenState, folder: Path, spec: Backbone, moments: bool) -> None:
         try:
-            self.found = _read(job, folder, spec, moments=moments)
+            found = find_checkpoint(folder)
+            if found is None:
+                raise ValueError(f"path must lead to a state that was saved, got {folder.name}")
+            found.check_fits(job.spec, job.data, spec)
+            updates = int(found.state["progress"]["updates"]) if moments else 0
+            buffers = found.read(job.adapter.slab, _THREADS, moments=moments)
+            self.found = ReadState(buffers, updates)
         except Exception as error:  # whatever is wrong with one state, the others train on
             is_told = isinstance(error, ValueError | OSError)
             text = str(error) if is_told else f"{type(error).__name__}: {error}"
             self.error = text.replace(f"{folder}", folder.name)
-
-
-def _read(job: DrivenState, folder: Path, spec: Backbone, *, moments: bool) -> ReadState:
-    found = find_checkpoint(folder)
-    if found is None:
-        raise ValueError(f"path must lead to a state that was saved, got {folder.name}")
-    found.check_fits(job.spec, job.data, spec)
-    updates = int(found.state["progress"]["updates"]) if moments else 0
-    return ReadState(found.read(job.adapter.slab, _THREADS, moments=moments), updates)
 
 
 _STATES = "states"

@@ -11,7 +11,7 @@ import logging
 import os
 import platform
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,12 @@ def check_deterministic(
     device: torch.device, dtype: torch.dtype, linears: Sequence[tuple[Site, nn.Module]]
 ) -> None:
     """Refuses kernels and linears whose bits may depend on a job's neighbours."""
-    foreign = sorted({type(m).__name__ for _, m in linears if _is_transformer_engine(m)})
+    kinds = {type(module) for _, module in linears}
+    foreign = sorted(
+        kind.__name__
+        for kind in kinds
+        if any(base.__module__.startswith("transformer_engine") for base in kind.__mro__)
+    )
     if foreign:
         raise NotImplementedError(
             f"run.deterministic must have linears that our kernels compute, got Transformer "
@@ -157,10 +162,6 @@ def _check_sizes(sites: Iterable[Site]) -> None:
                 f"run.deterministic on GPUs must have linears that the CUDA kernels compute, got "
                 f"{site.linear} of layer {site.layer}: {why}"
             )
-
-
-def _is_transformer_engine(module: nn.Module) -> bool:
-    return any(base.__module__.startswith("transformer_engine") for base in type(module).__mro__)
 
 
 def run_fingerprint(
@@ -245,8 +246,16 @@ def _with_earlier(mine: dict[str, Any], job: PreparedJob) -> dict[str, Any]:
     """Adds `earlier`: the fingerprint of the steps before, where they had another one or none."""
     if job.checkpoint is None:
         return mine
-    theirs = _read(job.checkpoint.path.parents[1] / FILE_NAME)
-    differing = ["no fingerprint there"] if theirs is None else _differing(mine, theirs)
+    theirs: dict[str, Any] | None = None
+    differing = ["no fingerprint there"]
+    with suppress(OSError, ValueError, TypeError):
+        theirs = dict(json.loads((job.checkpoint.path.parents[1] / FILE_NAME).read_text()))
+        now, then = _flat(mine), _flat(theirs)
+        differing = [
+            f"{key} {now.get(key)} instead of {then.get(key)}"
+            for key in {**now, **then}
+            if now.get(key) != then.get(key)
+        ]
     if theirs is not None and not differing:
         return mine | {key: theirs[key] for key in ("earlier",) if key in theirs}
     logger.warning(
@@ -254,23 +263,6 @@ def _with_earlier(mine: dict[str, Any], job: PreparedJob) -> dict[str, Any]:
         "that was never stopped: %s", job.spec.name, ", ".join(differing),
     )  # fmt: skip
     return mine | {"earlier": theirs}
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def _differing(mine: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """Says what is otherwise than in an earlier fingerprint."""
-    now, then = _flat(mine), _flat(theirs)
-    return [
-        f"{key} {now.get(key)} instead of {then.get(key)}"
-        for key in {**now, **then}
-        if now.get(key) != then.get(key)
-    ]
 
 
 def _flat(fingerprint: dict[str, Any]) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.formats.fingerprint_file import (
+from tlora_megatron.training.formats.fingerprint import (
     FILE_NAME,
     Fingerprint,
     read_fingerprint,
@@ -94,7 +93,12 @@ def check_base(
         ValueError: with both numbers, if the error is more than the precision explains.
     """
     budgets = groups.budgets(micro_batch_tokens)
-    packer = _packer(groups, budgets[groups.dp_rank], fills_budget)
+    packer = RoundPacker(
+        groups=groups,
+        micro_batch_tokens=budgets[groups.dp_rank],
+        shape=RoundShape(fills_budget=fills_budget),
+        active=(True,),
+    )
     tokens = np.array(fingerprint.tokens[: min(budgets) + 1], dtype=np.int64)
     sequence = TokenSequence(tokens, np.ones(len(tokens), dtype=bool))
     # One for every micro-batch of every data-parallel rank, so that no replica goes unseen.
@@ -147,19 +151,6 @@ def _sentence(
         "flags that enter the forward (rotary base, rope scaling, epsilon of the norms, ...) are "
         "another model's"
     ).format(where, FILE_NAME, *means, error, allowed)
-
-
-def _packer(groups: ParallelGroups, micro_batch_tokens: int, fills_budget: bool) -> RoundPacker:
-    """Packs micro-batches of a slot without jobs."""
-    return RoundPacker(
-        groups=groups,
-        micro_batch_tokens=micro_batch_tokens,
-        shape=RoundShape(fills_budget=fills_budget),
-        active=(True,),
-        dropout_keys=(),
-        num_nano_batches=1,
-        cut=cut_by_length,
-    )
 
 
 def _score(

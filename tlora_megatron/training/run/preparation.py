@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.config.job import EXPERT_TARGETS, JobSpec, LoraSpec
+from tlora_megatron.config.sections import plain
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor, split_name
 from tlora_megatron.model.backbone import Backbone, over_base, warn_of_expert_rank
@@ -26,10 +27,14 @@ from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoi
 from tlora_megatron.training.formats.peft import AdapterFile, load_adapter
 from tlora_megatron.training.formats.peft_config import FUSED_PARTS, hf_targets
 from tlora_megatron.training.formats.peft_experts import common_matrix
-from tlora_megatron.training.formats.quantised import QuantisationCard
+from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.job_state import JobState
 
 logger = logging.getLogger(__name__)
+
+
+_SECTIONS = ("optimizer", "schedule")
+_OWN = ("max_steps", "epochs", "portion_tokens", "on_nonfinite")
 
 
 def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
@@ -163,8 +168,9 @@ def prepare_job(
     saved: Path | None,
     data: JobData | None = None,
     values: bool | None = None,
+    allow_change: bool = False,
 ) -> PreparedJob:
-    """Reads everything a job starts from and checks that it fits.
+    """Reads everything a job starts from and checks that it fits; tells what it does otherwise.
 
     Args:
         base_model: name or path of the base; an adapter of another name is warned about.
@@ -175,9 +181,14 @@ def prepare_job(
         data: of another process of this node, which has looked at the checkpoint's values, too;
             None = read them with the tokenizer.
         values: look at every value of a checkpoint; None = only where no data are given.
+        allow_change: lets a job go on over a base of other codes than its checkpoint's.
     """
     job = over_base(job, spec)
-    _check_targets(job, spec)
+    for target in job.lora.target_modules:
+        try:
+            spec.target_shape(target)
+        except ValueError as error:
+            raise ValueError(f"job {job.name!r}: {error}") from error
     warn_of_expert_rank(job, spec)
     values = data is None if values is None else values
     if job.driven:
@@ -208,7 +219,12 @@ def prepare_job(
             "job %s: batch_size %d is above its %d training sequences (steps: %d, epochs: %.3g)",
             job.name, job.batch_size, len(data.train), plan.num_steps, plan.num_epochs,
         )  # fmt: skip
-    return PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+    prepared = PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+    if checkpoint is not None:
+        check_resumption(prepared)
+        where, state = checkpoint.path, checkpoint.state
+        check_same_base(job.name, where, state, quantisation, allow_change=allow_change)
+    return prepared
 
 
 def start_job(
@@ -271,14 +287,6 @@ def _warn_of_other_base(
         )  # fmt: skip
 
 
-def _check_targets(job: JobSpec, spec: Backbone) -> None:
-    for target in job.lora.target_modules:
-        try:
-            spec.target_shape(target)
-        except ValueError as error:
-            raise ValueError(f"job {job.name!r}: {error}") from error
-
-
 def _foreign_checkpoint(job: JobSpec, directory: Path) -> Checkpoint:
     for candidate in (directory, directory / "checkpoints"):
         checkpoint = find_checkpoint(candidate)
@@ -288,3 +296,65 @@ def _foreign_checkpoint(job: JobSpec, directory: Path) -> Checkpoint:
         f"resume_from of job {job.name!r} must be a checkpoint or a jobs/NAME folder with one, "
         f"got {directory}"
     )
+
+
+def check_resumption(job: PreparedJob) -> None:
+    """Tells in one line what a resumed job does otherwise than before.
+
+    What may not change at all (`Checkpoint.check_fits`) is refused earlier.
+    """
+    checkpoint, spec = job.checkpoint, job.spec
+    if checkpoint is None or spec.driven:
+        return
+    done, steps = checkpoint.step, job.plan.num_steps
+    if done > steps:
+        asked = f"epochs {spec.epochs}, which are {steps} steps" if spec.epochs else str(steps)
+        raise ValueError(
+            f"{'epochs' if spec.epochs else 'max_steps'} of job {spec.name!r} must be at least the "
+            f"{done} steps that its checkpoint {checkpoint.path} has done, got {asked}; to train "
+            f"it anew give another run.output_dir and no resume_from"
+        )
+    _tell_of_other_starts(checkpoint, spec)
+    if changes := changed_settings(checkpoint.state["job"], spec):
+        what = (
+            "goes on from step %d with other settings"
+            if done < steps
+            else "has done its %d steps; other settings than theirs have no effect"
+        )
+        logger.warning(f"job %s {what}: %s", spec.name, done, ", ".join(changes))
+
+
+def _tell_of_other_starts(checkpoint: Checkpoint, job: JobSpec) -> None:
+    """Tells of a start that the job's own checkpoint overrules, and that it did not begin with."""
+    for key in ("init_from", "resume_from"):
+        given = getattr(job, key)
+        is_source = key == "resume_from" and given and checkpoint.path.is_relative_to(given)
+        if given and not is_source and given != checkpoint.state["job"].get(key):
+            logger.warning(
+                "%s %s of job %s has no effect: it goes on from its checkpoint %s; to begin with "
+                "it give another run.output_dir",
+                key, given, job.name, checkpoint.path,
+            )  # fmt: skip
+
+
+def changed_settings(saved: Mapping[str, Any], job: JobSpec) -> list[str]:
+    """Names the settings of a job's end, portions, optimizer and schedule that differ, by values.
+
+    Args:
+        saved: the job's values in the checkpoint; those of older versions may lack some.
+    """
+    old, new = _settings(saved), _settings(asdict(job))
+    return [
+        f"{name} {_text(new[name])} instead of {_text(old[name])}"
+        for name in new
+        if name in old and plain(new[name]) != old[name]
+    ]
+
+
+def _settings(job: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {f"{s}.{key}": value for s in _SECTIONS for key, value in job[s].items()}
+    return {key: job[key] for key in _OWN if key in job} | inner
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(plain(value))

@@ -1,32 +1,52 @@
-"""Reads jobs: single ones for a service, and those of a run in one process of each node."""
+"""Reads jobs: single ones for a service, and those of a run in one process of each node.
+
+Of a run's jobs those that can start are admitted: their data, and the folders of their results.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch.distributed as dist
+from torch import nn
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.config.schema import BaseModelSpec, RunConfig
-from tlora_megatron.model.backbone import check_block_sizes
+from tlora_megatron.config.schema import BaseModelSpec, JobError, RunConfig
+from tlora_megatron.layers.multi_adapter import check_blocks_fit
+from tlora_megatron.layers.sites import Site, check_targets
+from tlora_megatron.model.backbone import Backbone, check_block_sizes
 from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import base_quantisation
+from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.data.job_data import CachedData, JobData, TokenCache, TokenizerFolder
 from tlora_megatron.training.data.mapped_tokens import MappedSequences, lengths_of
-from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence, load_tokenizer
 from tlora_megatron.training.driven_jobs import NO_DATA
-from tlora_megatron.training.formats.quantised import check_same_base, quantisation_card
+from tlora_megatron.training.formats.peft import check_adapter_directory
+from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
+from tlora_megatron.training.metrics import METRICS_FILE
 from tlora_megatron.training.run.preparation import PreparedJob, prepare_job
-from tlora_megatron.training.run.summary import check_resumption
+
+logger = logging.getLogger(__name__)
+
+_SMALL_DATA_S = 0.3
+"""So long a run of one process waits at once: a mistake in small data shows before the imports."""
+_BUDGETS = ("run.micro_batch_tokens", "micro_batch_tokens of some replica")
+"""The longest sequence that alike replicas, or unlike ones, can train."""
+_Outcomes = list[PreparedJob | ValueError]
 
 
 class ReadJob(NamedTuple):
@@ -92,50 +112,9 @@ class JobReader:
             saved=saved,
             data=cached.data,
             values=values,
+            allow_change=self.base.allow_change,
         )
-        check_resumption(prepared)
-        if prepared.checkpoint is not None:
-            where, state = prepared.checkpoint.path, prepared.checkpoint.state
-            may_change = self.base.allow_change
-            check_same_base(job.name, where, state, self._quantisation, allow_change=may_change)
         return ReadJob(prepared, cached.keys)
-
-
-def check_agreement(config: RunConfig, prepared: Sequence[PreparedJob]) -> None:
-    """Refuses processes that read different files: they would wait for each other for ever.
-
-    Collective over the world.
-    """
-    steps = [(job.spec.name, job.checkpoint.step if job.checkpoint else 0) for job in prepared]
-    everyone = _gather(steps)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ValueError(
-                f"every process must start the same jobs at the same steps, got {theirs} on rank "
-                f"{rank} and {everyone[0]} on rank 0; run.output_dir and the data must lie where "
-                f"all nodes see them"
-            )
-    everyone = _gather(content_digest(config, prepared))
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ValueError(
-                f"every process must read the same configuration and data, got others on rank "
-                f"{rank} than on rank 0; they must lie where all nodes see them, or be copied anew"
-            )
-
-
-def _gather(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
-    """Digest of everything that packing and updates follow from; paths may differ by node."""
-    run = asdict(config.run) | {"output_dir": None}
-    base = asdict(config.base_model) | {"path": None, "config": None}
-    content = [run, base, [job.digest for job in prepared]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 class Failed(NamedTuple):
@@ -146,11 +125,6 @@ class Failed(NamedTuple):
 
 Readings = Sequence[JobData | Failed] | Failed
 """Data of one job after the other, up to the first that stops the run; or why there is none."""
-
-
-def reads_here() -> bool:
-    """True on the first process of each node, and where processes cannot tell."""
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 _T = TypeVar("_T")
@@ -210,3 +184,198 @@ def _join(sequences: Sequence[TokenSequence]) -> MappedSequences:
     targets = [np.empty(0, bool), *(sequence.is_target for sequence in sequences)]
     ends = np.cumsum(lengths_of(sequences))
     return MappedSequences(np.concatenate(tokens), np.concatenate(targets), ends)
+
+
+def check_job_folders(output_dir: Path, name: str) -> None:
+    """Refuses a job whose checkpoints, adapter or metrics could not be written."""
+    job = output_dir / "jobs" / name
+    folders = (output_dir / "jobs", job, job / "checkpoints", job / "adapter")
+    for folder in (*folders, job / "tensorboard"):
+        if folder in folders and folder.is_symlink():
+            # It could lead out of the output folder, where nothing may be replaced or removed.
+            raise ValueError(
+                f"job {name!r}: {folder} must be a folder of its own, got a symbolic link to "
+                f"{folder.readlink()}; remove the link, or let run.output_dir lead there"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"job {name!r}: {folder} must be a folder, got a file; move it away")
+    if (job / METRICS_FILE).is_dir():
+        raise ValueError(f"job {name!r}: {job / METRICS_FILE} must be a file, got a folder")
+    try:
+        check_adapter_directory(job / "adapter")
+    except ValueError as error:
+        raise ValueError(f"job {name!r}: {error}; move it away") from error
+    for folder in filter(Path.is_dir, folders):
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(f"job {name!r}: {folder} must be writable, got: {error}") from error
+
+
+class JobAdmission:
+    """The jobs of a run that can start, and those that cannot, known once `settle` has been called.
+
+    The first process of a node reads the data, on a thread that begins with this object.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: Backbone,
+        *,
+        tokenizer_dir: Path,
+        base_model: str,
+        quantisation: QuantisationCard | None = None,
+        resuming: bool,
+    ) -> None:
+        self.rejected: list[JobError] = list(config.job_errors)
+        self.prepared: list[PreparedJob] = []
+        self._config = config
+        self._spec = spec
+        self._prepare = partial(
+            prepare_for,
+            config,
+            spec,
+            base_model=base_model,
+            quantisation=quantisation,
+            resuming=resuming,
+        )
+        self._stops = config.run.on_job_error == "stop"
+        # The first process of each node, or one that cannot tell.
+        is_reader = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._reading = self._start_reading(tokenizer_dir) if is_reader else None
+        if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+            with suppress(TimeoutError):
+                self._take(self._reading.result(_SMALL_DATA_S))
+
+    def settle(self) -> None:
+        """Waits for the data and sorts the jobs; collective over the world, once there is a group.
+
+        Raises:
+            ValueError: with `run.on_job_error: stop`, for the first job that cannot start; else if
+                none can; and if the tokenizer cannot be read.
+        """
+        if self.prepared:
+            return
+        own = None if self._reading is None else self._reading.result()
+        read: list[JobData | Failed] | Failed | None
+        if own is None or isinstance(own, Failed):
+            read = own
+        else:
+            read = [x.data if isinstance(x, PreparedJob) else Failed(str(x)) for x in own]
+        shared = share(read)
+        if own is None:
+            assert shared is not None, "the first process reads"
+            own = shared if isinstance(shared, Failed) else self._prepare_all(shared)
+        self._take(own)
+
+    def _start_reading(self, tokenizer_dir: Path) -> Background[_Outcomes | Failed]:
+        try:
+            # Here: threads that import at once can meet half a module.
+            tokenizer = load_tokenizer(tokenizer_dir)
+        except ValueError as error:
+            failed = Failed(str(error))
+            return Background(lambda: failed)
+        return Background(lambda: self._prepare_all(tokenizer=tokenizer))
+
+    def _prepare_all(
+        self, readings: Sequence[JobData | Failed] = (), *, tokenizer: Any = None
+    ) -> _Outcomes:
+        """Prepares one job after the other, up to the first error that stops the run.
+
+        Args:
+            readings: what another process has read, job by job.
+        """
+        outcomes: _Outcomes = []
+        for job, read in zip_longest(self._config.jobs, readings):
+            try:
+                if isinstance(read, Failed):
+                    raise ValueError(read.message)
+                outcomes.append(self._prepare(job, tokenizer, data=read))
+            except ValueError as error:
+                outcomes.append(error)
+                if self._stops:
+                    break
+        return outcomes
+
+    def _take(self, outcomes: _Outcomes | Failed) -> None:
+        if isinstance(outcomes, Failed):
+            raise ValueError(outcomes.message)
+        for job, outcome in zip(self._config.jobs, outcomes, strict=False):
+            if isinstance(outcome, ValueError):
+                self._reject(job.name, outcome)
+            else:
+                self.prepared.append(outcome)
+        self._require_any()
+
+    def check_sites(
+        self, layout: ParallelLayout, linears: Sequence[tuple[Site, nn.Module]]
+    ) -> None:
+        """Rejects jobs whose targets the built model lacks or its layout cannot divide."""
+        able = []
+        for job in self.prepared:
+            try:
+                check_fits_linears(job.spec, self._spec, layout, linears)
+                able.append(job)
+            except ValueError as error:
+                self._reject(job.spec.name, error)
+        self.prepared = able
+        self._require_any()
+
+    def _reject(self, name: str, error: ValueError) -> None:
+        if self._stops:
+            raise error
+        logger.warning("job %s is left out: %s", name, error)
+        self.rejected.append(JobError(name=name, message=str(error)))
+
+    def _require_any(self) -> None:
+        if not self.prepared:
+            reasons = "; ".join(error.message for error in self.rejected)
+            raise ValueError(f"jobs must hold at least one that can start, got {reasons}")
+
+
+def prepare_for(
+    config: RunConfig,
+    spec: Backbone,
+    job: JobSpec,
+    tokenizer: Any,
+    *,
+    base_model: str,
+    quantisation: QuantisationCard | None,
+    resuming: bool,
+    data: JobData | None = None,
+) -> PreparedJob:
+    """Reads all that a job of a configuration starts from, and checks that it fits.
+
+    Args:
+        resuming: go on from the job's newest checkpoint in the output folder, if there is one.
+    """
+    # How other models' linears are divided shows when they are built: checked then.
+    tp_size = config.parallel.most_tp if isinstance(spec, ModelSpec) else 1
+    check_block_sizes(job.name, job.lora, spec, tp_size)
+    saved = Path(config.run.output_dir) / "jobs" / job.name / "checkpoints"
+    prepared = prepare_job(
+        replace(job, seed=job.seed + config.run.seed),
+        spec,
+        tokenizer,
+        base_model=base_model,
+        quantisation=quantisation,
+        micro_batch_tokens=config.longest_sequence,
+        budget=_BUDGETS[config.parallel.is_unlike],
+        saved=saved if resuming else None,
+        data=data,
+        allow_change=config.base_model.allow_change,
+    )
+    if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
+        check_job_folders(Path(config.run.output_dir), job.name)
+    return prepared
+
+
+def check_fits_linears(
+    job: JobSpec, spec: Backbone, layout: ParallelLayout, linears: Sequence[tuple[Site, nn.Module]]
+) -> None:
+    """Refuses a job whose targets the built model lacks or its layout cannot divide."""
+    check_targets(spec, layout, job.name, job.lora.target_modules)
+    check_block_sizes(job.name, job.lora, spec, layout.tp_size)
+    check_blocks_fit(job.name, job.lora, linears)

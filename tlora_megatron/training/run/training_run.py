@@ -6,17 +6,19 @@ script does both.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import resource
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tlora_megatron import timeline
@@ -44,7 +46,6 @@ from tlora_megatron.training.run.determinism import (
     keep_fingerprints,
     run_fingerprint,
 )
-from tlora_megatron.training.run.job_admission import JobAdmission
 from tlora_megatron.training.run.output_dir import (
     CONFIG_NAME,
     claim_output_dir,
@@ -52,7 +53,7 @@ from tlora_megatron.training.run.output_dir import (
     make_output_dir,
 )
 from tlora_megatron.training.run.preparation import PreparedJob, start_job
-from tlora_megatron.training.run.reading import check_agreement
+from tlora_megatron.training.run.reading import JobAdmission
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.run_watch import RunWatch
@@ -187,7 +188,9 @@ class TrainingRun:
         if placement is None:
             shards = self.config.parallel.shard_optimizer
             placement = StatePlacement.over_replicas(groups, shards=shards)
-        bank = self._make_bank(groups, linears, placement)
+        sites, loras = [site for site, _ in linears], [j.spec.lora for j in self._jobs.prepared]
+        dtype = DTYPES[self.config.base_model.dtype]
+        bank = AdapterBank(sites, loras, dtype=dtype, device=groups.device, placement=placement)
         attach(linears, bank)
         super_model = self._make_super_model(groups, bank, engine, round_shape)
         make_output_dir(self.output_dir)
@@ -213,7 +216,7 @@ class TrainingRun:
         self.loop = Loop(
             super_model, self.spec, run, files, self.events, nano_rounds=nano_rounds, watch=watch
         )
-        self._open.callback(self.loop.close)
+        self._open.callback(self.loop.saves.close)
         return self.loop
 
     def finish(self) -> dict[str, Any]:
@@ -234,15 +237,14 @@ class TrainingRun:
         report = Report(self.output_dir)
         if super_model.groups.is_writer:
             report.draw_beside()
-        loop.drain()  # a job whose adapter cannot be written has failed
+        loop.saves.drain()  # a job whose adapter cannot be written has failed
         nano_batches = summarize_nano_batches(loop)
         if super_model.engine.nano_batches is not None:
             # Not in `close`: after a failure the others may never come.
             super_model.engine.nano_batches.close()
-        groups = super_model.groups
-        if not groups.is_writer:
+        if not super_model.groups.is_writer:
             return {}
-        summary = summarize(loop, groups, self._jobs.rejected, nano_batches)
+        summary = summarize(loop, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         loop.files.settle()
         self._write_summary(loop, summary)
@@ -279,14 +281,6 @@ class TrainingRun:
         )
         return self.facts["deterministic"]
 
-    def _make_bank(
-        self, groups: ParallelGroups, linears: Linears, placement: StatePlacement
-    ) -> AdapterBank:
-        sites = [site for site, _ in linears]
-        loras = [job.spec.lora for job in self._jobs.prepared]
-        dtype = DTYPES[self.config.base_model.dtype]
-        return AdapterBank(sites, loras, dtype=dtype, device=groups.device, placement=placement)
-
     def _make_super_model(
         self, groups: ParallelGroups, bank: AdapterBank, engine: Scorer, round_shape: RoundShape
     ) -> SuperModel:
@@ -322,6 +316,43 @@ class TrainingRun:
         if self._resuming:
             read_correction(correction, self.output_dir)
         return correction
+
+
+def check_agreement(config: RunConfig, prepared: Sequence[PreparedJob]) -> None:
+    """Refuses processes that read different files: they would wait for each other for ever.
+
+    Collective over the world.
+    """
+    steps = [(job.spec.name, job.checkpoint.step if job.checkpoint else 0) for job in prepared]
+    everyone = _gather(steps)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must start the same jobs at the same steps, got {theirs} on rank "
+                f"{rank} and {everyone[0]} on rank 0; run.output_dir and the data must lie where "
+                f"all nodes see them"
+            )
+    everyone = _gather(content_digest(config, prepared))
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            raise ValueError(
+                f"every process must read the same configuration and data, got others on rank "
+                f"{rank} than on rank 0; they must lie where all nodes see them, or be copied anew"
+            )
+
+
+def _gather(mine: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def content_digest(config: RunConfig, prepared: Sequence[PreparedJob]) -> str:
+    """Digest of everything that packing and updates follow from; paths may differ by node."""
+    run = asdict(config.run) | {"output_dir": None}
+    base = asdict(config.base_model) | {"path": None, "config": None}
+    content = [run, base, [job.digest for job in prepared]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def allow_open_files(num_jobs: int) -> None:

@@ -6,9 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,16 +16,7 @@ from tlora_megatron import timeline
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.parallel.groups import ParallelGroups
-from tlora_megatron.training.formats.atomic_directory import Permit, always
-from tlora_megatron.training.formats.checkpoint import (
-    checkpoint_state,
-    remove_old_checkpoints,
-    write_checkpoint,
-    write_state,
-)
-from tlora_megatron.training.formats.peft import write_adapter
-from tlora_megatron.training.formats.quantised import QuantisationCard
-from tlora_megatron.training.formats.safetensors_file import PendingTensor
+from tlora_megatron.training.formats.atomic_directory import always
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.snapshot import (
     BUFFERS,
@@ -52,69 +42,6 @@ class Target(NamedTuple):
     """Called there once it is on the disk."""
     clean_up: Callable[[], None] = always
     """Removes what it replaces, on the writer's thread behind all that; must not raise."""
-
-
-def checkpoint_target(
-    directory: Path,
-    job: JobState,
-    on_error: Callable[[Exception], None],
-    quantisation: QuantisationCard | None = None,
-    permit: Permit = always,
-) -> Target:
-    """Returns the checkpoint of a job as it is now, in `directory/step_N`."""
-    state, step = checkpoint_state(job, quantisation), job.step
-
-    def write(snapshot: Snapshot) -> int:
-        return write_checkpoint(directory, step, state, *_tensors(snapshot), permit)
-
-    clean_up = partial(remove_old_checkpoints, directory, step, permit)
-    return Target(BUFFERS, write, on_error, clean_up=clean_up)
-
-
-def state_target(
-    directory: Path,
-    job: JobState,
-    on_error: Callable[[Exception], None],
-    quantisation: QuantisationCard | None = None,
-    permit: Permit = always,
-) -> Target:
-    """Returns the checkpoint of a job as it is now, as `directory` itself."""
-    state = checkpoint_state(job, quantisation)
-
-    def write(snapshot: Snapshot) -> int:
-        return write_state(directory, state, *_tensors(snapshot), permit)
-
-    return Target(BUFFERS, write, on_error)
-
-
-def adapter_target(
-    directory: Path,
-    base_model: str,
-    on_error: Callable[[Exception], None],
-    quantisation: QuantisationCard | None = None,
-    permit: Permit = always,
-) -> Target:
-    """Returns the adapter of a job as a PEFT directory."""
-
-    def write(snapshot: Snapshot) -> int:
-        return write_adapter(
-            directory,
-            lora=snapshot.lora,
-            factors=snapshot.tensors(BUFFERS[0]),
-            model=snapshot.spec,
-            base_model=base_model,
-            quantisation=quantisation,
-            permit=permit,
-        )
-
-    return Target(BUFFERS[:1], write, on_error)
-
-
-def _tensors(snapshot: Snapshot) -> tuple[list[PendingTensor], list[PendingTensor]]:
-    """Weights and moments."""
-    master, *moments = BUFFERS
-    of_moments = [t for name in moments for t in snapshot.tensors(name, prefix=f"{name}.")]
-    return snapshot.tensors(master), of_moments
 
 
 _NEWS = range(0)
@@ -274,10 +201,6 @@ class Saver:
         self.times.stops += 1
         self.times.stopped_s += stopped_s
         self.times.longest_stop_s = max(self.times.longest_stop_s, stopped_s)
-
-    def summary(self) -> dict[str, float]:
-        """Returns the times for a run's summary."""
-        return asdict(self.times)
 
     def _has_news(self) -> bool | None:
         """True if there is something to report, False if nothing will follow; None till then."""

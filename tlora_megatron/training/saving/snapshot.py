@@ -10,6 +10,7 @@ masters and moments, so nothing but that step waits for the copy (`AdapterSlab.w
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.layers.sites import Site, stage_sites
+from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.layers.slab import AdapterSlab, WholeTensor, find_whole_tensors
 from tlora_megatron.layers.slab_layout import SlabLayout, slab_layout
 from tlora_megatron.model.backbone import Backbone
@@ -193,6 +194,12 @@ class Snapshot(NamedTuple):
             for tensor in find_whole_tensors(self.layouts, flat, self.spec)
         ]
 
+    def state(self) -> tuple[list[PendingTensor], list[PendingTensor]]:
+        """Returns a checkpoint's weights, and its moments with their buffer before each name."""
+        master, *moments = BUFFERS
+        of_moments = [t for name in moments for t in self.tensors(name, prefix=f"{name}.")]
+        return self.tensors(master), of_moments
+
 
 def _read(tensor: WholeTensor, scratch: Scratch) -> Tensor:
     stored = tensor.as_stored()
@@ -293,19 +300,13 @@ class SnapshotTaker:
                 row.copy_(part, non_blocking=True)
 
     def _make_layouts(self, lora: LoraSpec) -> tuple[SlabLayout, ...]:
-        layout = self._groups.layout
+        layout, layouts = self._groups.layout, []
         holders = layout.expert_holders if lora.expert_targets else layout.tp_size
-        return tuple(
-            slab_layout(self._sites(pp_rank, stage_rank), lora)
-            for pp_rank in range(layout.pp_size)
-            for stage_rank in range(holders)
-        )
-
-    def _sites(self, pp_rank: int, stage_rank: int) -> tuple[Site, ...]:
-        layout = self._groups.layout
-        place = layout.expert_place(stage_rank)
-        tp_rank = stage_rank % layout.tp_size
-        return stage_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
+        for pp_rank, rank in itertools.product(range(layout.pp_size), range(holders)):
+            place, tp_rank = layout.expert_place(rank), rank % layout.tp_size
+            sites = stage_sites(self._spec, layout, tp_rank=tp_rank, pp_rank=pp_rank, place=place)
+            layouts.append(slab_layout(sites, lora))
+        return tuple(layouts)
 
     def _holders(self, lora: LoraSpec) -> tuple[dist.ProcessGroup, bool]:
         """Returns the group of the ranks that together hold an adapter, and if this is one."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.distributed.test_driven import centred, gspo
-from tlora_megatron.training.driven_losses import losses_of_data
+from tlora_megatron.training.driven_jobs import losses_of_data
 from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB, Request
 
 VOCABULARY, TOKENS = 7, 33

@@ -19,8 +19,14 @@ from tlora_megatron.training.driven_requests import (
     RequestError,
     check_request,
 )
-from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, fill_rows, pack
-from tlora_megatron.training.packing.row_arrays import join_rows
+from tlora_megatron.training.packing.packing import (
+    Item,
+    PackedBatch,
+    Placed,
+    RowArrays,
+    fill_rows,
+    pack,
+)
 
 ARRAYS: dict[str, np.ndarray] = {
     "lengths": np.array([2, 1], np.int32),
@@ -157,9 +163,8 @@ def test_own_rows_keep_their_bits_and_sent_ones_are_told_as_they_are(batch: Pack
 def test_nano_batches_join_with_and_without_clients() -> None:
     items = placed()
     whole = fill_rows(items, 9)
-    joined = join_rows([fill_rows(items[:1], 3), fill_rows(items[1:], 6)])
-    assert whole.sent is not None
-    assert joined.sent is not None
-    for one, other in zip((*whole[:3], *whole.sent), (*joined[:3], *joined.sent), strict=True):
+    joined = RowArrays.join([fill_rows(items[:1], 3), fill_rows(items[1:], 6)])
+    for one, other in zip(whole, joined, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert join_rows([fill_rows(items[:1], 4), fill_rows(items[:1], 4)]).sent is None
+    own = RowArrays.join([fill_rows(items[:1], 4), fill_rows(items[:1], 4)])
+    assert own.sent_on_device(torch.arange(8), torch.device("cpu")) is None

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.helpers.tiny_models import TINY_MODEL_TYPES, make_tiny_model
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.training.formats.fingerprint_file import (
+from tlora_megatron.training.formats import fingerprint as reference
+from tlora_megatron.training.formats.fingerprint import (
     FILE_NAME,
     Fingerprint,
     fingerprint_tokens,
@@ -22,7 +23,6 @@ from tlora_megatron.training.formats.fingerprint_file import (
     write_fingerprint,
 )
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, Rows, weight_source
-from tlora_megatron.training.run import fingerprint_reference
 from tlora_megatron.training.run.fingerprint import allowed_error, relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -44,7 +44,7 @@ def take(folder: Path, **options: Any) -> Fingerprint:
     spec = read_model_spec(folder / "config.json")
     options = {"dtype": torch.float32, "device": CPU} | options
     source = weight_source(spec, options.pop("source", HFCheckpoint(folder)), CPU)
-    return fingerprint_reference.make_fingerprint(spec, source, **options)
+    return reference.make_fingerprint(spec, source, **options)
 
 
 def by_transformers(
@@ -62,7 +62,7 @@ def by_transformers(
 def test_the_reference_is_transformers(
     tmp_path: Path, kind: Any, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint_reference, "_VOCABULARY_ROWS", 50)
+    monkeypatch.setattr(reference, "_VOCABULARY_ROWS", 50)
     make_tiny_model(tmp_path, kind, tied=tied)
     fingerprint = take(tmp_path)
     expected = by_transformers(tmp_path, fingerprint.tokens)

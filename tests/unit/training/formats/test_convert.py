@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import make_tiny_model
 from tlora_megatron.cli.main import main
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.training.formats.fingerprint_file import read_fingerprint
+from tlora_megatron.training.formats.fingerprint import read_fingerprint
 from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint
 from tlora_megatron.training.formats.megatron_checkpoint import (
     plan_megatron_checkpoint,

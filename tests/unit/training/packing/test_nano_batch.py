@@ -20,7 +20,7 @@ from tlora_megatron.parallel.nano_cuts import (
     shard_order,
 )
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.nano_batch_packer import NanoBatchPacker
+from tlora_megatron.training.packing import round_packer
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatch,
@@ -60,17 +60,24 @@ def groups(*, cp_rank: int = 0, dp_rank: int = 0, **layout: Any) -> ParallelGrou
     )  # fmt: skip
 
 
-def nano_batch_packer(count: int, most_rows: int | None = None, **layout: Any) -> NanoBatchPacker:
-    return NanoBatchPacker(
-        num_nano_batches=count, multiple=4, token_budget=80, most_rows=most_rows, num_slots=4,
-        dropout_keys=(), groups=groups(**layout),
+@pytest.fixture(autouse=True)
+def rows_in_fours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_packer, "row_multiple", lambda _: 4)
+
+
+def packer(
+    count: int, *, gone: int | None = None, full: bool = False, **layout: Any
+) -> RoundPacker:
+    return RoundPacker(
+        groups=groups(**layout), micro_batch_tokens=80, shape=RoundShape(fills_budget=full),
+        active=tuple(slot != gone for slot in range(4)), num_nano_batches=count,
     )  # fmt: skip
 
 
-def split_of(count: int, most_rows: int | None = None, **layout: Any) -> SplitBatch:
-    (split,) = nano_batch_packer(count, most_rows, **layout).pack([placed_items()], lambda _: True)
-    assert split is not None
-    return split
+def split_of(count: int, **how: Any) -> SplitBatch:
+    (packed,) = packer(count, **how).pack([placed_items()])
+    assert packed.split is not None
+    return packed.split
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 20])
@@ -162,8 +169,7 @@ def test_values_of_the_rows_that_ran_come_back_in_order() -> None:
 
 def test_jobs_that_are_gone_move_no_cut_of_the_others() -> None:
     whole = split_of(3)
-    (gone,) = nano_batch_packer(3).pack([placed_items()], lambda p: p.slot != 1)
-    assert gone is not None
+    gone = split_of(3, gone=1)
 
     def parts(split: SplitBatch) -> list[set[tuple[int, int]]]:
         found = []
@@ -177,33 +183,29 @@ def test_jobs_that_are_gone_move_no_cut_of_the_others() -> None:
 
 def test_all_micro_batches_of_a_round_have_equally_many_rows() -> None:
     items = placed_items()
-    splits = nano_batch_packer(2).pack([items[:4], items[4:], []], lambda _: True)
-    assert {s.batch.view.num_tokens for s in splits if s is not None} == {52}
-    assert [len(s.batch.view.nano_views) for s in splits if s is not None] == [2, 2, 1]
+    packed = packer(2, pp_size=2).pack([items[:4], items[4:], []])
+    assert {p.executed.view.num_tokens for p in packed} == {52}
+    assert [len(p.executed.view.nano_views) for p in packed] == [2, 2, 1]
 
 
 def test_micro_batches_of_one_sequence_run_whole() -> None:
     items = placed_items()
-    assert nano_batch_packer(4).pack([items[:1], items[1:2]], lambda _: True) == [None, None]
+    assert [p.split for p in packer(4).pack([items[:1], items[1:2]])] == [None, None]
 
 
 def test_a_fixed_number_of_rows_is_kept() -> None:
-    assert split_of(3, most_rows=80).batch.view.num_tokens == 80
+    assert split_of(3, full=True).batch.view.num_tokens == 80
 
 
 def test_a_portion_is_in_one_nano_batch_as_a_whole() -> None:
     portions = (0, 0, 1, 0, 0, 0, 1)
     fair_items = placed_items((8,) * 7)
     placed = [p._replace(portion=n) for p, n in zip(fair_items, portions, strict=True)]
-    packer = nano_batch_packer(7)
-    (split,) = packer.pack([placed], lambda _: True)
-    (fair,) = packer.pack([fair_items], lambda _: True)
-    assert split is not None
-    assert fair is not None
-    views = split.batch.view.nano_views
+    split, fair = packer(7).pack([placed, fair_items])
+    views = split.executed.view.nano_views
     held = [{(d.slot, d.portion) for d in view.documents if d.slot < 4} for view in views]
     assert sorted(p for of_one in held for p in of_one) == [(0, 0), (0, 1), (1, 0), (3, 0), (3, 1)]
-    assert 1 < len(views) <= 5 < len(fair.batch.view.nano_views)
+    assert 1 < len(views) <= 5 < len(fair.executed.view.nano_views)
 
 
 @pytest.mark.parametrize(("lengths", "parts"), [((30, 30), 2), ((60, 4), 1), ((64,), 1)])
@@ -211,7 +213,7 @@ def test_kernels_are_cut_for_the_number_asked_for(lengths: tuple[int, ...], part
     """Alone a job's documents may not be cut: its bits must not depend on that."""
     rows = RoundPacker(
         groups=groups(), micro_batch_tokens=64, shape=RoundShape(), active=(True,) * 4,
-        dropout_keys=(), num_nano_batches=2, cut=cut_by_length,
+        num_nano_batches=2,
     )  # fmt: skip
     (batch,) = rows.pack([placed_items(lengths)])
     views = batch.executed.view.nano_views or (batch.executed.view,)

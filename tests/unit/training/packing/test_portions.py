@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.training.packing.test_packing import queues_of
 from tlora_megatron.training.packing.packing import Item, Round
-from tlora_megatron.training.packing.portions import ReplicaRoom, fill_with_portions, next_portion
+from tlora_megatron.training.packing.portions import ReplicaRoom, fill_bins, next_portion
 
 
 def items(lengths: list[int]) -> list[Item]:
@@ -21,9 +21,7 @@ def rounds(queues: list[list[Item]], *, portion_tokens: int | None, **shape: int
     found = []
     portions = [portion_tokens] * len(queues)
     while any(queues):
-        bins, queues = fill_with_portions(
-            queues, first_slot=len(found), portion_tokens=portions, **shape
-        )
+        bins, queues = fill_bins(queues, first_slot=len(found), portion_tokens=portions, **shape)
         found.append(bins)
     return found
 
@@ -84,7 +82,7 @@ def test_small_jobs_share_a_round() -> None:
 
 def test_a_slot_s_second_portion_comes_after_every_other_slot_s_first() -> None:
     queues = [items([20, 20, 20, 20]), items([20, 20]), items([20, 20, 20])]
-    bins, left = fill_with_portions(
+    bins, left = fill_bins(
         queues, portion_tokens=[20] * 3, capacity=100, dp_size=1, pp_size=1, first_slot=1
     )
     held = [(p.slot, p.portion) for p in bins.replicas[0][0]]
@@ -94,9 +92,7 @@ def test_a_slot_s_second_portion_comes_after_every_other_slot_s_first() -> None:
 
 def test_a_pipeline_s_micro_batches_are_filled_evenly_and_in_order() -> None:
     queues = [items([10] * 12), items([10] * 4)]
-    bins, left = fill_with_portions(
-        queues, portion_tokens=[10, 10], capacity=100, dp_size=1, pp_size=4
-    )
+    bins, left = fill_bins(queues, portion_tokens=[10, 10], capacity=100, dp_size=1, pp_size=4)
     assert not any(left)
     assert [sum(p.item.length for p in content) for content in bins.micro_batches] == [40] * 4
     for slot in (0, 1):
@@ -106,9 +102,7 @@ def test_a_pipeline_s_micro_batches_are_filled_evenly_and_in_order() -> None:
 
 def test_sequences_without_portions_take_the_room_beside() -> None:
     queues = [items([10, 10, 10]), items([15, 5, 30])]
-    bins, left = fill_with_portions(
-        queues, portion_tokens=[10, None], capacity=60, dp_size=1, pp_size=1
-    )
+    bins, left = fill_bins(queues, portion_tokens=[10, None], capacity=60, dp_size=1, pp_size=1)
     held = [(p.slot, p.portion, p.item.length) for p in bins.replicas[0][0]]
     assert held == [(0, 0, 10), (0, 1, 10), (0, 2, 10), (1, None, 30)]
     assert [[item.length for item in queue] for queue in left] == [[], [15, 5]]
@@ -133,7 +127,7 @@ def used_room(jobs: int, portion_tokens: int, seed: int, num_rounds: int = 60) -
     for number in range(num_rounds):
         for slot, lengths in enumerate(batches):
             queues[slot] = queues[slot] or items(draw.sample(lengths, len(lengths)))
-        bins, queues = fill_with_portions(
+        bins, queues = fill_bins(
             queues, portion_tokens=[portion_tokens] * jobs, capacity=8192, dp_size=1, pp_size=1,
             first_slot=number,
         )  # fmt: skip

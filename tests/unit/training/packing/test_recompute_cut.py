@@ -17,7 +17,6 @@ from tests.unit.training.packing.test_packing import sequence
 from tlora_megatron.model.cp_dispatch import CpRates, CpTeam
 from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.model.layout import RecomputeTable
-from tlora_megatron.parallel.nano_cuts import cut_by_length
 from tlora_megatron.training.packing.packing import (
     Item,
     Placed,
@@ -153,8 +152,7 @@ def test_replicas_without_sequences_have_no_micro_batch_but_in_a_pipeline() -> N
 def packer(pp_size: int = 1, **changes: Any) -> RoundPacker:
     made = RoundPacker(
         groups=groups(dp_rank=1, dp_size=2, pp_size=pp_size), micro_batch_tokens=40,
-        shape=RoundShape(), active=(True,), dropout_keys=(1,),
-        num_nano_batches=1, cut=cut_by_length, rule=rule_of(2, 2, pp_size),
+        shape=RoundShape(), active=(True,), dropout_keys=(1,), rule=rule_of(2, 2, pp_size),
     )  # fmt: skip
     return replace(made, **changes)
 
@@ -162,14 +160,14 @@ def packer(pp_size: int = 1, **changes: Any) -> RoundPacker:
 @pytest.mark.parametrize(("pp_size", "rows"), [(1, [48, 32]), (2, [48, 48])])
 def test_micro_batches_have_their_own_rows_but_in_a_pipeline(pp_size: int, rows: list[int]) -> None:
     queue = items([40, 33, 30])
-    packed = packer(pp_size).pack_round([queue], first_slot=0)
+    packed = packer(pp_size).pack_part([queue], first_slot=0)
     assert [m.packed.view.num_tokens for m in packed.micro_batches] == rows
     held = [[p.item.length for p in own] for own in packed.contents]
     assert held == [[33], [30]]
 
 
 def test_evaluations_stay_balanced_by_tokens() -> None:
-    packed = packer(dropout_keys=()).pack_round([items([40, 33, 30])], first_slot=0)
+    packed = packer(dropout_keys=()).pack_part([items([40, 33, 30])], first_slot=0)
     assert [len(replica) for replica in packed.round.replicas] == [1, 1]
 
 
@@ -199,10 +197,9 @@ ITEMS = items(LENGTHS)
 def packed_on(cp_rank: int, table: RecomputeTable | None = None) -> PackedRound:
     packer = RoundPacker(
         groups=groups(cp_rank=cp_rank, cp_size=2), micro_batch_tokens=BUDGET,
-        shape=RoundShape(recompute=table), active=(True,), dropout_keys=(1,), num_nano_batches=1,
-        cut=cut_by_length, cp_rates=RATES,
+        shape=RoundShape(recompute=table), active=(True,), dropout_keys=(1,), cp_rates=RATES,
     )  # fmt: skip
-    return packer.pack_round([ITEMS], first_slot=0)
+    return packer.pack_part([ITEMS], first_slot=0)
 
 
 def test_ranks_share_the_long_sequence_and_have_short_ones_of_their_own() -> None:

@@ -24,7 +24,8 @@ class CountedLoop:
     def __init__(self) -> None:
         self.super_model = SimpleNamespace(groups=SimpleNamespace(is_writer=True), jobs=())
         self.files = SimpleNamespace(may_write=lambda _: True)
-        self.saves = SimpleNamespace(due_by_time=list, save_moved=lambda _: None)
+        drain = lambda: self.calls.append("drain")  # noqa: E731
+        self.saves = SimpleNamespace(due_by_time=list, save_moved=lambda _: None, drain=drain)
         self.saver = SimpleNamespace(wait_for_room=lambda job: self.calls.append(job.name))
         self.events: list[Event] = []
         self.reports = SimpleNamespace(emit=lambda *event: self.events.append(event))
@@ -39,9 +40,6 @@ class CountedLoop:
 
     def start(self) -> None:
         self.calls.append("start")
-
-    def drain(self) -> None:
-        self.calls.append("drain")
 
     def save_active(self) -> None:
         self.calls.append("save")

@@ -16,21 +16,19 @@ from tlora_megatron.config.load import config_to_dict, read_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.training.formats.peft import CONFIG_NAME
-from tlora_megatron.training.run import live_run as module
-from tlora_megatron.training.run.job_admission import check_job_folders
-from tlora_megatron.training.run.live_run import (
+from tlora_megatron.training.run import output_dir as module
+from tlora_megatron.training.run.output_dir import (
     FILE_NAME,
     FOLDER,
     LiveChanges,
     LiveFolder,
     LiveRun,
-    with_live_changes,
-)
-from tlora_megatron.training.run.output_dir import (
     claim_output_dir,
     hold_output_dir,
     make_output_dir,
+    with_live_changes,
 )
+from tlora_megatron.training.run.reading import check_job_folders
 
 
 def test_a_directory_in_use_is_refused_and_free_again_afterwards(tmp_path: Path) -> None:

@@ -20,9 +20,8 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.formats.checkpoint import Checkpoint
 from tlora_megatron.training.run import reading, summary
-from tlora_megatron.training.run.preparation import PreparedJob
+from tlora_megatron.training.run.preparation import PreparedJob, check_resumption
 from tlora_megatron.training.run.reading import Background, Failed
-from tlora_megatron.training.run.summary import check_resumption
 
 SPEC = JobSpec(name="a", data=DataSpec(train="a.jsonl"), batch_size=4, max_steps=20)
 

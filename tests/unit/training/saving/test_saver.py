@@ -24,11 +24,11 @@ from tests.helpers.saver_case import (
     make_saver,
     whole_values,
 )
+from tlora_megatron.training import job_files
 from tlora_megatron.training.formats.atomic_directory import NotPermitted, always
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.formats.peft import load_adapter
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.saving import saver as targets
 from tlora_megatron.training.saving.saver import Saver
 from tlora_megatron.training.saving.snapshot import Arena, save_memory_numel
 from tlora_megatron.training.saving.writer import (
@@ -48,7 +48,7 @@ class Gate:
         self.open = threading.Event()
         self.snapshots_open: list[int] = []
         self.saver: Saver | None = None
-        write = targets.write_checkpoint
+        write = job_files.write_checkpoint
 
         def held(*args: object) -> int:
             assert self.open.wait(HANG_S)
@@ -56,7 +56,7 @@ class Gate:
                 self.snapshots_open.append(sum(self.saver._open.values()))
             return write(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(targets, "write_checkpoint", held)
+        monkeypatch.setattr(job_files, "write_checkpoint", held)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
 
 
 def saved(folder: Path, job: JobState, step: int) -> dict[str, torch.Tensor]:
-    path = folder / job.name / "checkpoints" / f"step_{step:08d}"
+    path = folder / "jobs" / job.name / "checkpoints" / f"step_{step:08d}"
     return load_file(path / "adapter.safetensors") | load_file(path / "optimizer.safetensors")
 
 
@@ -93,7 +93,7 @@ def test_files_are_those_of_safetensors_and_can_be_read(tmp_path: Path) -> None:
     saver = make_saver(job)
     saver.save(job, [checkpoint(tmp_path, job), adapter(tmp_path, job)])
     saver.close()
-    folder = tmp_path / "a" / "checkpoints" / "step_00000003"
+    folder = tmp_path / "jobs/a/checkpoints" / "step_00000003"
     weights = {name: t.contiguous() for name, t in whole_values(job, "master").items()}
     assert (folder / "adapter.safetensors").read_bytes() == save(weights)
     assert_same(saved(tmp_path, job, 3), state(job))
@@ -105,7 +105,7 @@ def test_files_are_those_of_safetensors_and_can_be_read(tmp_path: Path) -> None:
     found.restore(again)
     assert again.step == 3
     assert_same(state(again), state(job))
-    assert_same(load_adapter(tmp_path / "a" / "adapter", model=SPEC).factors, weights)
+    assert_same(load_adapter(tmp_path / "jobs/a/adapter", model=SPEC).factors, weights)
     assert json.loads((folder / "state.json").read_text())["progress"]["step"] == 3
 
 
@@ -184,9 +184,9 @@ def test_a_full_disk_costs_the_save_alone(tmp_path: Path, monkeypatch: pytest.Mo
     assert not errors  # told between rounds, not by the thread
     saver.report()
     assert ["No space left" in str(error) for error in errors] == [True, True]
-    folder = tmp_path / "a" / "checkpoints"
+    folder = tmp_path / "jobs/a/checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step_00000000"]
-    assert not (tmp_path / "a" / "adapter").exists()
+    assert not (tmp_path / "jobs/a/adapter").exists()
     monkeypatch.undo()
     saver.save(job, [checkpoint(tmp_path, job, errors)])
     saver.close()
@@ -223,7 +223,7 @@ def test_an_adapter_that_has_not_changed_stays(tmp_path: Path) -> None:
     saver = make_saver(job)
     saver.save(job, [adapter(tmp_path, job, errors)])
     saver.drain()
-    folder = tmp_path / "a" / "adapter"
+    folder = tmp_path / "jobs/a/adapter"
     config = json.loads((folder / "adapter_config.json").read_text())
     config["base_model_name_or_path"] = "hub/name"
     (folder / "adapter_config.json").write_text(json.dumps(config))
@@ -245,7 +245,7 @@ def test_an_adapter_that_has_not_changed_stays(tmp_path: Path) -> None:
 
 def test_old_checkpoints_go_and_links_stay_unfollowed(tmp_path: Path) -> None:
     job, errors = make_job("a"), list[Exception]()
-    saver, folder = make_saver(job), tmp_path / "a" / "checkpoints"
+    saver, folder = make_saver(job), tmp_path / "jobs/a/checkpoints"
     for _ in range(2):
         saver.save(job, [checkpoint(tmp_path, job, errors)])
         change(job)
