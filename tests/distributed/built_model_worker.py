@@ -48,11 +48,10 @@ from tlora_megatron.integrations.megatron import engine, staggered
 from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute, use_own_compute
 from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer import plain_layer
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
+from tlora_megatron.integrations.megatron.process_groups import current_groups, initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import check_targets

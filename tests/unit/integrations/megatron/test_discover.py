@@ -24,8 +24,8 @@ from tlora_megatron.integrations.megatron.built.packed_attention import (
     DocumentRotaryEmbedding,
     install_packed_attention,
 )
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.process_groups import current_groups
 from tlora_megatron.layers.sites import EXPERT_LINEARS, LINEAR_TARGETS, check_targets
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
