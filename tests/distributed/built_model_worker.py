@@ -45,9 +45,13 @@ from tests.helpers.user_models import EXPERTS_SPEC, SPEC, build_user_gpt, build_
 from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import engine, staggered
-from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
+from tlora_megatron.integrations.megatron.built.model import (
+    discover,
+    freeze,
+    install_packed_attention,
+    record_stages,
+)
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute, use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer import plain_layer
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches

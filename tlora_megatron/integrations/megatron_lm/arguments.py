@@ -27,7 +27,7 @@ from tlora_megatron.integrations.megatron_lm.experts import (
     experts_from_arguments,
     settle_expert_jobs,
 )
-from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.integrations.megatron_lm.guard import FLAG, layer_pattern
 from tlora_megatron.integrations.megatron_lm.refusals import switch_off
 from tlora_megatron.integrations.megatron_lm.same_model import (
     check_described,
@@ -176,9 +176,7 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
 
 def _num_layers(args: argparse.Namespace) -> int:
     """Counts transformer layers; HybridModel counts an attention and its MLP as two."""
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
-        args, "hybrid_override_pattern", None
-    )
+    pattern = layer_pattern(args)
     return int(args.num_layers) if pattern is None else pattern.split("/")[0].count("*")
 
 

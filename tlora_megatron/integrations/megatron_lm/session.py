@@ -23,12 +23,12 @@ from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.built.model import (
     discover,
     freeze,
+    install_packed_attention,
     language_models,
     record_stages,
     require_whole_weights,
 )
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.process_groups import current_groups
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import (

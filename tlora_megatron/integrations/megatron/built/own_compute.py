@@ -22,7 +22,6 @@ from torch import nn
 from tlora_megatron.integrations.megatron.built.agreed_parts import AgreedParts
 from tlora_megatron.integrations.megatron.built.head import BuiltHead, why_not_head
 from tlora_megatron.integrations.megatron.built.model import language_models
-from tlora_megatron.integrations.megatron.built.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.integrations.megatron.layer.conditions import (
     FP8,
     HALVES,
@@ -33,7 +32,10 @@ from tlora_megatron.integrations.megatron.layer.conditions import (
     why_not_half,
 )
 from tlora_megatron.integrations.megatron.layer.modules import built_class
-from tlora_megatron.integrations.megatron.layer.norm_and_rotary import BuiltRotary
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
+    BuiltRotary,
+    DocumentRotaryEmbedding,
+)
 from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, make_plain
 from tlora_megatron.layers.multi_adapter import make_multi_adapter
 from tlora_megatron.layers.sites import Site
