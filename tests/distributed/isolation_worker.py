@@ -83,9 +83,8 @@ def refusal(options: dict[str, str]) -> str:
     spec, _ = built.adapted(options.get("rope", "plain"))
     compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
     engine = MegatronLmEngine(
-        chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, head=compute.head,
-        parts=compute.parts,
-    )  # fmt: skip
+        chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, compute=compute
+    )
     try:
         check_engine_isolation(engine)
     except ValueError as error:

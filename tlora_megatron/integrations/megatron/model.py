@@ -31,11 +31,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import PARTS, BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.training.formats.base_reader import read_base
-from tlora_megatron.training.formats.hf_checkpoint import (
-    HFCheckpoint,
-    RandomWeights,
-    weight_source,
-)
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, weight_source
 from tlora_megatron.training.formats.hf_convert import (
     Rounding,
     check_layout,

@@ -145,8 +145,7 @@ class Session:
             vocab_size=spec.vocab_size,
             seq_length=self._args.seq_length,
             nano=NanoSettings.of_run(config.run, spec, DTYPES[config.base_model.dtype]),
-            head=self._compute.head,
-            parts=self._compute.parts,
+            compute=self._compute,
         )
         with timeline.phase("base"):
             check_engine_isolation(self.engine)

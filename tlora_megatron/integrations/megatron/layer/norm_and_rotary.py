@@ -149,7 +149,10 @@ class BuiltNorm(NamedTuple):
         return add_rms_norm_vjp(x, residual, self.norm_weight, beside)
 
 
-def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
+Norm = RMSNorm | BuiltNorm
+
+
+def built_norm(module: Any) -> Norm | None:
     """Returns a norm module as our kernels take it; None for what they do not compute."""
     if isinstance(module, RMSNorm):
         return module
@@ -159,11 +162,17 @@ def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
     return BuiltNorm(module, "weight") if is_known and None not in (weight, eps) else None
 
 
+def norm_runs(norm: nn.Module) -> bool:
+    """Returns True if the norm behind a decoder's layers may be computed by our kernels now."""
+    agreed = norm.__dict__.get("tlora_agreed")  # by tensor-parallel ranks, see `AgreedParts`
+    return not does_more(norm) if agreed is None else agreed
+
+
 class BuiltHeadNorms(NamedTuple):
     """Norms of single query and key heads, which differ in their weights alone."""
 
-    query: BuiltNorm | RMSNorm
-    key: BuiltNorm | RMSNorm
+    query: Norm
+    key: Norm
 
     def weights(self) -> HeadNorms:
         """Returns the weights as they are now."""
@@ -262,3 +271,6 @@ class BuiltRotary:
             and angles.data_ptr() == own.data_ptr()
             and angles.shape == own.shape
         )
+
+
+Rotary = PackedRotaryEmbedding | BuiltRotary
