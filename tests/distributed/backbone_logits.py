@@ -22,11 +22,8 @@ from torch import Tensor
 from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron import engine as recompute
-from tlora_megatron.integrations.megatron.model import (
-    build_backbone,
-    initialize_parallel,
-    load_backbone,
-)
+from tlora_megatron.integrations.megatron.model import build_backbone, load_backbone
+from tlora_megatron.integrations.megatron.process_groups import initialize_parallel
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec

@@ -28,8 +28,7 @@ from tests.helpers.tiny_models import random_factors
 from tests.helpers.user_models import SPEC, user_config
 from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.process_groups import current_groups, initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import fc1_row_order, make_site, qkv_row_order

@@ -45,14 +45,17 @@ from tests.helpers.user_models import EXPERTS_SPEC, SPEC, build_user_gpt, build_
 from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.integrations.megatron import engine, staggered
-from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
+from tlora_megatron.integrations.megatron.built.model import (
+    discover,
+    freeze,
+    install_packed_attention,
+    record_stages,
+)
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute, use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer import plain_layer
 from tlora_megatron.integrations.megatron.layer.plain_layer import PlainLayer
-from tlora_megatron.integrations.megatron.model import initialize_parallel
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
+from tlora_megatron.integrations.megatron.process_groups import current_groups, initialize_parallel
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import check_targets

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from tests.helpers.variants import end_world, layout_of, options_of
 from tests.helpers.wrong_base import WRONG, Wrong, build
 from tlora_megatron.integrations.megatron import model as own
-from tlora_megatron.integrations.megatron.engine import MegatronEngine, current_groups
+from tlora_megatron.integrations.megatron.engine import MegatronEngine
+from tlora_megatron.integrations.megatron.process_groups import current_groups, initialize_parallel
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine
 from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
 from tlora_megatron.model.config_json import read_model_spec
@@ -38,7 +39,7 @@ def main() -> None:
     for case in sys.argv[3:]:
         options = options_of(case)
         layout = layout_of(options)
-        own.initialize_parallel(layout)
+        initialize_parallel(layout)
         if options.get("wrong") == "all":
             for name, wrong in WRONG.items():
                 errors[f"{case} {name}"] = error_of(spec, folder, layout, options, wrong)

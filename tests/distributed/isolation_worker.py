@@ -23,8 +23,8 @@ from torch import Tensor
 from tests.distributed import built_model_worker as built
 from tests.helpers import user_models
 from tests.helpers.variants import end_world, layout_of, options_of
+from tlora_megatron.integrations.megatron.built.model import install_packed_attention
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, check_engine_isolation
 
 SEQ_LENGTH = 96
@@ -83,9 +83,8 @@ def refusal(options: dict[str, str]) -> str:
     spec, _ = built.adapted(options.get("rope", "plain"))
     compute = use_own_compute(chunks, linears, groups, spec.vocab_size)
     engine = MegatronLmEngine(
-        chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, head=compute.head,
-        parts=compute.parts,
-    )  # fmt: skip
+        chunks, groups, vocab_size=spec.vocab_size, seq_length=SEQ_LENGTH, compute=compute
+    )
     try:
         check_engine_isolation(engine)
     except ValueError as error:

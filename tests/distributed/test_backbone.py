@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.distributed.backbone_logits import RANDOM_SEED
 from tests.helpers.standing_world import forked, world
 from tests.helpers.tiny_models import load_peer, make_tiny_model, to_mxfp4
-from tlora_megatron.integrations.megatron import model as backbone
+from tlora_megatron.integrations.megatron import process_groups
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import hf_shapes
@@ -106,7 +106,7 @@ def test_halves_compute_what_modules_do_under_context_parallelism() -> None:
 
 def test_a_world_of_another_size_than_the_layout_is_refused() -> None:
     code = (
-        "from tlora_megatron.integrations.megatron.model import initialize_parallel\n"
+        "from tlora_megatron.integrations.megatron.process_groups import initialize_parallel\n"
         "from tlora_megatron.model.layout import ParallelLayout\n"
         "initialize_parallel(ParallelLayout(tp_size=2))"
     )
@@ -119,4 +119,4 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     rule = r"processes a node must be at most its 1 GPUs, got local rank 1"
     with pytest.raises(ValueError, match=rule):
-        backbone._bind_gpu()
+        process_groups._bind_gpu()

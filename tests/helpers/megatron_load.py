@@ -41,7 +41,8 @@ def main() -> None:
 
 
 def _check_with_core(root: Path, *, tp: int = 1, pp: int = 1) -> None:
-    from tlora_megatron.integrations.megatron.model import initialize_parallel, transformer_config
+    from tlora_megatron.integrations.megatron.model import transformer_config
+    from tlora_megatron.integrations.megatron.process_groups import initialize_parallel
     from tlora_megatron.model.layout import ParallelLayout
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from tlora_megatron.integrations.megatron.engine import current_groups
-from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.process_groups import current_groups, initialize_parallel
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 

@@ -37,9 +37,8 @@ from tests.helpers.te_models import (
     small_spec,
     take_gradients,
 )
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
-from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.process_groups import current_groups, initialize_parallel
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.groups import ParallelGroups
 

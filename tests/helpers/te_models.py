@@ -23,9 +23,13 @@ from torch import Tensor
 from tests.helpers.built_model import output_of, whole_gradients
 from tests.helpers.user_models import local_name, user_config
 from tlora_megatron.config.job import LoraSpec
-from tlora_megatron.integrations.megatron.built.model import discover, freeze, record_stages
+from tlora_megatron.integrations.megatron.built.model import (
+    discover,
+    freeze,
+    install_packed_attention,
+    record_stages,
+)
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
 from tlora_megatron.layers.multi_adapter import attach

@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_block import (
 )
 
 from tests.helpers.user_models import local_name
-from tlora_megatron.integrations.megatron.built.model import freeze
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
+from tlora_megatron.integrations.megatron.built.model import freeze, install_packed_attention
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
 from tlora_megatron.integrations.megatron.model import load_backbone, transformer_config

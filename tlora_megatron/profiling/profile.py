@@ -135,9 +135,9 @@ class _Measurement:
     """One run through all stages."""
 
     def __init__(self, request: ProfileRequest, world_size: int) -> None:
-        from tlora_megatron.integrations.megatron import model as backbone
+        from tlora_megatron.integrations.megatron.process_groups import initialize_parallel
 
-        backbone.initialize_parallel(ParallelLayout(dp_size=world_size))
+        initialize_parallel(ParallelLayout(dp_size=world_size))
         self.request = request
         self.sizes = request.sizes
         self.world_size = world_size

@@ -63,15 +63,12 @@ class SyntheticRun:
     ) -> None:
         from tlora_megatron.integrations.megatron import engine as routing
         from tlora_megatron.integrations.megatron import model as backbone
-        from tlora_megatron.integrations.megatron.engine import (
-            MegatronEngine,
-            current_groups,
-            pair_linears,
-        )
+        from tlora_megatron.integrations.megatron import process_groups
+        from tlora_megatron.integrations.megatron.engine import MegatronEngine, pair_linears
 
-        backbone.initialize_parallel(layout)
+        process_groups.initialize_parallel(layout)
         self.spec, self.dtype = spec, dtype
-        self.groups = current_groups(layout, with_experts=spec.experts is not None)
+        self.groups = process_groups.current_groups(layout, with_experts=spec.experts is not None)
         model = backbone.build_backbone(
             spec, layout, dtype=dtype, recompute=recompute, quantisation=quantisation
         )

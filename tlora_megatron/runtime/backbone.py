@@ -229,21 +229,18 @@ def open_backbone(
     from tlora_megatron.integrations.megatron import engine as recompute
     from tlora_megatron.integrations.megatron import model as backbone
     from tlora_megatron.integrations.megatron import process_groups
-    from tlora_megatron.integrations.megatron.engine import (
-        MegatronEngine,
-        current_groups,
-        pair_linears,
-    )
+    from tlora_megatron.integrations.megatron.engine import MegatronEngine, pair_linears
 
     spec, quantisation, own = base
     layout, deployment = own.layout, own.deployment
     if rendezvous is not None:
-        backbone.join_process_group(*rendezvous)
-    backbone.initialize_parallel(layout, overlaps=_overlaps(config, layout), deployment=deployment)
+        process_groups.join_process_group(*rendezvous)
+    overlaps = _overlaps(config, layout)
+    process_groups.initialize_parallel(layout, overlaps=overlaps, deployment=deployment)
     if config.parallel.cp_by_micro_batch and layout.cp_size > 1:
         process_groups.make_narrower_groups(layout)
     with_experts = spec.experts is not None
-    groups = current_groups(
+    groups = process_groups.current_groups(
         layout, deployment, num_layers=spec.num_layers, with_experts=with_experts
     )
     log_replicas(groups)

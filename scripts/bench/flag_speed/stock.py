@@ -38,8 +38,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from scripts.bench.flag_speed.cases import ONE_JOB, ONE_LORA, STOCK, Case
 from scripts.bench.harness.clock import allocated, is_main, largest, say
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.integrations.megatron.built.model import language_models
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
+from tlora_megatron.integrations.megatron.built.model import (
+    install_packed_attention,
+    language_models,
+)
 from tlora_megatron.layers.slab import initial_factor
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.routing import pack_micro_batch, use_micro_batch

@@ -38,7 +38,7 @@ from scripts.bench.overlap.cases import (
     Step,
     Variant,
 )
-from tlora_megatron.integrations.megatron.model import initialize_parallel
+from tlora_megatron.integrations.megatron.process_groups import initialize_parallel
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.parallel.collectives import (
     Kind,

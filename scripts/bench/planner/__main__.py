@@ -170,7 +170,7 @@ def divide_into_nodes(nodes: int, world_size: int) -> None:
 
 def over_nodes(profile: HardwareProfile, nodes: int, world_size: int) -> HardwareProfile:
     """The profile of smaller nodes with the link that an all-reduce over all of them has now."""
-    from tlora_megatron.integrations.megatron.model import initialize_parallel
+    from tlora_megatron.integrations.megatron.process_groups import initialize_parallel
 
     initialize_parallel(ParallelLayout(dp_size=world_size))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
 from torch import Tensor, nn
@@ -22,9 +20,8 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
-from tlora_megatron.model.layout import Deployment, ExpertPlace, ParallelLayout
 from tlora_megatron.ops.routing import bind_current, use_micro_batch
-from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups, make_replica_cells
+from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.packing.packing import PackedBatch
 
@@ -70,60 +67,6 @@ def _install_in_transformer_engine() -> None:
         return checkpoint(bind_current(function), *args, **kwargs)
 
     distributed.checkpoint = bound_checkpoint
-
-
-def current_groups(
-    layout: ParallelLayout,
-    deployment: Deployment | None = None,
-    *,
-    num_layers: int = 0,
-    with_experts: bool = False,
-) -> ParallelGroups:
-    """Returns this process's place in Megatron's initialised parallel state.
-
-    Args:
-        deployment: unlike replicas; collective over the world, as their cells have groups.
-        num_layers: of the model, which unlike replicas may cut into unlike stages.
-    """
-    cuda = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    dp_rank, cells = parallel_state.get_data_parallel_rank(), None
-    if deployment is not None:
-        dp_rank = deployment.placed(dist.get_rank()).index
-        cells = make_replica_cells(deployment, num_layers)
-    return ParallelGroups(
-        layout=layout,
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        cp_rank=parallel_state.get_context_parallel_rank(),
-        dp_rank=dp_rank,
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        model_group=parallel_state.get_model_parallel_group(),
-        device=device,
-        deployment=deployment,
-        cells=cells,
-        experts=_expert_groups(layout) if with_experts else None,
-    )
-
-
-def _expert_groups(layout: ParallelLayout) -> ExpertGroups:
-    """Returns this process's place among those that hold routed experts."""
-    holders = parallel_state.get_model_parallel_group()
-    if layout.expert_holders > layout.tp_size:
-        holders = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    ranks = dist.get_world_size() // layout.pp_size
-    return ExpertGroups(
-        place=ExpertPlace(
-            parallel_state.get_expert_model_parallel_rank(),
-            parallel_state.get_expert_tensor_parallel_rank(),
-        ),
-        dp_rank=parallel_state.get_expert_data_parallel_rank(),
-        tp_group=parallel_state.get_expert_tensor_parallel_group(),
-        dp_group=parallel_state.get_expert_data_parallel_group(),
-        holder_group=holders,
-        is_holder=dist.get_rank() % ranks < layout.expert_holders,
-    )
 
 
 def pair_linears(model: Any, sites: Sequence[Site]) -> list[tuple[Site, nn.Module]]:

@@ -1,31 +1,24 @@
-"""The frozen backbone: a `GPTModel` of Megatron-core's local layer spec, and its process groups."""
+"""The frozen backbone: a `GPTModel` of Megatron-core's local layer spec, built and filled."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tlora_megatron.config.schema import Recompute
-from tlora_megatron.integrations.megatron.base_weights import (
-    OnMeta,
-    hold_codes,
-    read_weights,
-)
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.frozen_experts import FrozenExperts
 from tlora_megatron.integrations.megatron.layer.frozen_layer import freeze_layer
@@ -33,21 +26,23 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     PackedRotaryEmbedding,
     RMSNorm,
 )
-from tlora_megatron.integrations.megatron.process_groups import current_sizes, lay_out_replicas
-from tlora_megatron.layers.quantised_linear import quantised_linears
-from tlora_megatron.model.layout import Deployment, ParallelLayout
-from tlora_megatron.model.quantisation import BaseQuantisation, check_block_layout
+from tlora_megatron.layers.quantised_linear import quantise_in_place, quantised_linears
+from tlora_megatron.model.layout import ParallelLayout
+from tlora_megatron.model.quantisation import PARTS, BaseQuantisation, check_block_layout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.parallel.overlap import set_queues
-from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
+from tlora_megatron.training.formats.base_reader import read_base
+from tlora_megatron.training.formats.hf_checkpoint import HFCheckpoint, RandomWeights, weight_source
 from tlora_megatron.training.formats.hf_convert import (
     Rounding,
     check_layout,
+    check_weights,
     draw_base,
     hf_shapes,
 )
+from tlora_megatron.training.formats.quantised import QuantizedSource
 from tlora_megatron.training.formats.rank_tensors import (
     ExpertShare,
+    RankTensor,
     padded_vocab_size,
     rank_tensors,
 )
@@ -63,105 +58,6 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
-
-
-_laid_out: Deployment | None = None
-"""The unlike replicas that Megatron's groups are of; None = one grid over the world, or none."""
-
-
-def initialize_parallel(
-    layout: ParallelLayout, *, overlaps: bool = False, deployment: Deployment | None = None
-) -> None:
-    """Joins the process group that torchrun's environment describes and lays Megatron's groups out.
-
-    NCCL with one GPU a process where there is CUDA, else gloo. Without torchrun it is a world of
-    one. A second call with the same layout does nothing; another layout makes new groups.
-
-    Args:
-        overlaps: nano-batches will hide each other's communication
-            (`parallel.overlap`).
-        deployment: unlike replicas, of one of which `layout` is; None = all are alike.
-    """
-    set_queues(overlaps=overlaps)
-    if torch.cuda.is_available():
-        _bind_gpu()
-    else:
-        from tlora_megatron.integrations.megatron import cpu
-
-        cpu.install()
-    if not dist.is_initialized():
-        # Groups of a process group that was left are gone, but Megatron would still name them.
-        parallel_state.destroy_model_parallel()
-        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        _init_process_group(size, {} if "RANK" in os.environ else alone)
-    world_size = layout.world_size if deployment is None else deployment.world_size
-    if dist.get_world_size() != world_size:
-        raise ValueError(
-            f"world size must be {world_size} for {deployment or layout}, "
-            f"got {dist.get_world_size()}"
-        )
-    _lay_out_groups(layout, deployment)
-    # Nothing here draws from these generators, but Megatron's layers enter their contexts.
-    model_parallel_cuda_manual_seed(0)
-
-
-def _bind_gpu() -> None:
-    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local_rank >= gpus:
-        raise ValueError(
-            f"processes a node must be at most its {gpus} GPUs, got local rank {local_rank}"
-        )
-    torch.cuda.set_device(local_rank)
-
-
-def join_process_group(store: dist.Store, rank: int, world_size: int) -> None:
-    """Joins a process group whose processes meet in a store; nothing is read from the environment.
-
-    It comes before `initialize_parallel`, in a process that has no group yet.
-    """
-    if torch.cuda.is_available():
-        _bind_gpu()
-    parallel_state.destroy_model_parallel()
-    _init_process_group(world_size, {"store": store, "rank": rank, "world_size": world_size})
-
-
-def _init_process_group(world_size: int, place: Mapping[str, Any]) -> None:
-    """Joins with the backend of this machine.
-
-    Args:
-        place: a store, rank and size; empty = as torchrun's environment says.
-    """
-    options: dict[str, Any] = {"backend": "gloo"}
-    if torch.cuda.is_available():
-        options = {"backend": "nccl"}
-        if world_size > 1:
-            # Alone, most of Megatron's two dozen groups are never used: opening and closing all of
-            # their communicators takes 11 s on an H200.
-            options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(**options, **place)
-
-
-def _lay_out_groups(layout: ParallelLayout, deployment: Deployment | None) -> None:
-    global _laid_out
-    before, _laid_out = _laid_out, deployment
-    sizes = (
-        layout.tp_size, layout.pp_size, layout.cp_size, layout.ep_size, layout.expert_tp,
-    )  # fmt: skip
-    if parallel_state.model_parallel_is_initialized():
-        if current_sizes() == sizes and before == deployment:
-            return
-        parallel_state.destroy_model_parallel()
-    if deployment is not None:
-        lay_out_replicas(deployment)
-        return
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tp_size,
-        pipeline_model_parallel_size=layout.pp_size,
-        context_parallel_size=layout.cp_size,
-        expert_model_parallel_size=layout.ep_size,
-        expert_tensor_parallel_size=layout.expert_tp_size,
-    )
 
 
 def build_backbone(
@@ -348,3 +244,95 @@ def _expert_share(spec: ModelSpec, layout: ParallelLayout) -> ExpertShare | None
     first = count * parallel_state.get_expert_model_parallel_rank()
     tp_rank = parallel_state.get_expert_tensor_parallel_rank()
     return ExpertShare(range(first, first + count), tp_rank, layout.expert_tp)
+
+
+def read_weights(
+    directory: Path,
+    spec: ModelSpec,
+    quantisation: BaseQuantisation | None,
+    tensors: Sequence[RankTensor],
+    parameters: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
+) -> Rounding:
+    """Fills a rank's parameters from a Hugging Face folder, whatever form its weights have.
+
+    Args:
+        quantisation: the one that the model was built with.
+        tensors: where in the folder each parameter's rows are.
+        scales: those of the parameters that hold codes, by the same names.
+
+    Returns:
+        How far the codes of quantised linears are from their weights.
+
+    Raises:
+        ValueError: if the folder's weights are missing, corrupt, not finite, or of another
+            architecture.
+    """
+    if quantisation is None or quantisation.published is None:
+        checkpoint = HFCheckpoint(directory)
+        if spec.gpt_oss is not None:
+            return _read_gpt_oss(checkpoint, spec, tensors, parameters)
+        check_weights(spec, checkpoint)
+        return read_base(checkpoint, tensors, parameters, scales)
+    source = QuantizedSource(directory, quantisation.published)
+    check_weights(spec, source)
+    source.check(spec, quantisation)
+    rounding = read_base(source, tensors, parameters, scales)
+    for tensor in tensors:
+        if tensor.name in scales:
+            source.put_scales(tensor, scales[tensor.name])
+    return rounding
+
+
+def _read_gpt_oss(
+    checkpoint: HFCheckpoint,
+    spec: ModelSpec,
+    tensors: Sequence[RankTensor],
+    parameters: Mapping[str, Tensor],
+) -> Rounding:
+    """Reads a base whose files hold all experts of a layer in one tensor, maybe in MXFP4."""
+    device = next(iter(parameters.values())).device
+    source = weight_source(spec, checkpoint, device)
+    check_weights(spec, source)
+    stored = set(checkpoint.keys())
+    of_experts = [t for t in tensors if t.pieces[0].source not in stored]
+    names = {tensor.name for tensor in of_experts}
+    draw_base(source, of_experts, parameters, {})
+    return read_base(checkpoint, [t for t in tensors if t.name not in names], parameters)
+
+
+class OnMeta(TorchFunctionMode):
+    """Gives memory to nothing that `torch.empty` makes: Megatron's parameters name a device."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
+
+
+def hold_codes(
+    model: Any, quantisation: BaseQuantisation, first_layer: int, device: torch.device
+) -> None:
+    """Gives a model that was built `OnMeta` its memory: codes, scales, and what is left as it is.
+
+    Args:
+        first_layer: global index of this stage's first layer.
+    """
+    for local, layer in enumerate(model.decoder.layers):
+        modules = {name.rsplit(".", 1)[-1]: module for name, module in layer.named_modules()}
+        for linear in PARTS:
+            if (first_layer + local, linear) in quantisation.linears:
+                quantise_in_place(modules[linear], quantisation.kind, device)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                made = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                made.__dict__.update(parameter.__dict__)
+                module._parameters[name] = made

@@ -20,10 +20,7 @@ from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
-from tlora_megatron.parallel.collectives import (
-    TensorCollectives,
-    make_tensor_collectives,
-)
+from tlora_megatron.parallel.collectives import TensorCollectives, make_tensor_collectives
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
 from tlora_megatron.training.nano.rounds import NanoSettings
@@ -172,12 +169,12 @@ def _why_not_layers(model: Any) -> str | None:
 
 def _direct_layers(model: Any) -> list[Any]:
     """Returns the layers of sublayers, which run in lanes whatever their linears are."""
-    return [layer for layer in model.decoder.layers if _is_direct(layer)]
-
-
-def _is_direct(layer: Any) -> bool:
-    linears = [x for part in getattr(layer, "tlora_sublayers", ()) for x in (part.column, part.row)]
-    return len(linears) == 4 and all(map(gives_product, linears))
+    found = []
+    for layer in model.decoder.layers:
+        parts = getattr(layer, "tlora_sublayers", ())
+        if len(parts) == 2 and all(gives_product(x) for p in parts for x in (p.column, p.row)):
+            found.append(layer)
+    return found
 
 
 def _why_not_layer(layer: Any) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,11 +18,10 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from tlora_megatron.integrations.megatron.built.agreed_parts import norm_runs
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
 from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSublayer, run_in_lane
 from tlora_megatron.integrations.megatron.layer.modules import mix
-from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm, norm_runs
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.lane_tape import AutogradTape, VjpTape
@@ -41,7 +40,6 @@ class _Stretch:
     """Forward keeps their input only; backward computes the rest again."""
     final_norm: Any = None
     """The norm behind the last layer."""
-
     sublayers: tuple[FrozenSublayer, ...] | None = None
     """The sublayers of all layers, where they run without their modules."""
 
@@ -106,8 +104,7 @@ class _PerLane:
 
     @staticmethod
     def _lane() -> int | None:
-        lane = current_lane()
-        return None if lane is None else lane.index
+        return getattr(current_lane(), "index", None)
 
 
 class StaggeredLayer(TransformerLayer):
@@ -261,49 +258,41 @@ class _Run:
 
 def _stretches(block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> Iterator[_Stretch]:
     """Groups layers as Megatron's block does for recompute; without recompute all are one."""
-    stretches = _recompute_stretches(block, view)
-    if not runs_sublayers(block, view, arguments):
-        return stretches
-    return (
-        replace(
-            s,
-            sublayers=tuple(part for layer in s.layers for part in layer.tlora_sublayers),
-            final_norm=None if s.final_norm is None else built_norm(s.final_norm),
-        )
-        for s in stretches
-    )
+    is_direct, norm = runs_sublayers(block, view, arguments), block.final_layernorm
 
+    def stretch(layers: tuple[Any, ...], *, recompute: bool, final_norm: Any = None) -> _Stretch:
+        if not is_direct:
+            return _Stretch(layers, recompute, final_norm)
+        parts = tuple(part for layer in layers for part in layer.tlora_sublayers)
+        return _Stretch(layers, recompute, final_norm and built_norm(final_norm), parts)
 
-def runs_sublayers(block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> bool:
-    """Returns True if all layers of a block and its norm may run without their modules now."""
-    norm, angles = block.final_layernorm, arguments.get("rotary_pos_emb")
-    if norm is not None and (built_norm(norm) is None or not norm_runs(block)):
-        return False
-    return all(_has_sublayers(layer, view, angles) for layer in block.layers)
-
-
-def _has_sublayers(layer: Any, view: MicroBatchView, angles: Tensor | None) -> bool:
-    """Returns True if a layer may run by sublayers now, which take the hidden states alone."""
-    rotary = getattr(layer, "tlora_rotary", None)
-    if rotary is not None and not rotary.gives(angles, view):
-        return False
-    return bool(getattr(layer, "direct_sublayers", ()))
-
-
-def _recompute_stretches(block: Any, view: MicroBatchView) -> Iterator[_Stretch]:
     config, layers = block.config, tuple(block.layers)
     if view.recompute == "full":
-        yield from (_Stretch((layer,), recompute=True) for layer in layers)
+        yield from (stretch((layer,), recompute=True) for layer in layers)
         layers = ()
     if config.recompute_granularity == "full" and block.training:
         count = config.recompute_num_layers
         recomputed = len(layers) if config.recompute_method == "uniform" else count
         size = count if config.recompute_method == "uniform" else 1
         for begin in range(0, min(recomputed, len(layers)), size):
-            yield _Stretch(layers[begin : begin + size], recompute=True)
+            yield stretch(layers[begin : begin + size], recompute=True)
         layers = layers[recomputed:]
-    if layers or block.final_layernorm is not None:
-        yield _Stretch(layers, recompute=False, final_norm=block.final_layernorm)
+    if layers or norm is not None:
+        yield stretch(layers, recompute=False, final_norm=norm)
+
+
+def runs_sublayers(block: Any, view: MicroBatchView, arguments: dict[str, Any]) -> bool:
+    """Returns True if all layers of a block and its norm may run without their modules now."""
+    norm, angles = block.final_layernorm, arguments.get("rotary_pos_emb")
+    if norm is not None and (built_norm(norm) is None or not norm_runs(norm)):
+        return False
+    for layer in block.layers:  # sublayers take the hidden states alone
+        rotary = getattr(layer, "tlora_rotary", None)
+        if rotary is not None and not rotary.gives(angles, view):
+            return False
+        if not getattr(layer, "direct_sublayers", ()):
+            return False
+    return True
 
 
 def _local_rows(config: Any, view: MicroBatchView) -> list[int]:

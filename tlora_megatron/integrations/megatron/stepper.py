@@ -15,8 +15,9 @@ from tlora_megatron.integrations.megatron.key_cache import (
     KeyCache,
     growing_view,
 )
-from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention, Rotary
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.modules import mix
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import Rotary
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp
 from tlora_megatron.ops.host_copy import to_device

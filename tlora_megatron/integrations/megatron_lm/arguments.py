@@ -27,7 +27,7 @@ from tlora_megatron.integrations.megatron_lm.experts import (
     experts_from_arguments,
     settle_expert_jobs,
 )
-from tlora_megatron.integrations.megatron_lm.guard import FLAG
+from tlora_megatron.integrations.megatron_lm.guard import FLAG, layer_pattern
 from tlora_megatron.integrations.megatron_lm.refusals import switch_off
 from tlora_megatron.integrations.megatron_lm.same_model import (
     check_described,
@@ -147,6 +147,7 @@ def _ignored(config: RunConfig) -> list[str]:
 def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSpec:
     """Returns the backbone's shape that Megatron's arguments describe."""
     qkv_bias, qk_norm = bool(args.add_qkv_bias), bool(args.qk_layernorm)
+    norm_eps = getattr(args, "layernorm_epsilon", None)
     kind = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
     experts = experts_from_arguments(args)
     if experts is not None:
@@ -163,7 +164,7 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
         ffn_size=args.ffn_hidden_size if experts is None else experts.ffn_size,
         vocab_size=vocab_size,
         max_positions=args.max_position_embeddings,
-        norm_eps=_norm_eps(args),
+        norm_eps=float(args.norm_epsilon if norm_eps is None else norm_eps),
         rope_theta=float(args.rotary_base),
         rope_scaling=_rope_scaling(args),
         tied_embeddings=not args.untie_embeddings_and_output_weights,
@@ -176,15 +177,8 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
 
 def _num_layers(args: argparse.Namespace) -> int:
     """Counts transformer layers; HybridModel counts an attention and its MLP as two."""
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
-        args, "hybrid_override_pattern", None
-    )
+    pattern = layer_pattern(args)
     return int(args.num_layers) if pattern is None else pattern.split("/")[0].count("*")
-
-
-def _norm_eps(args: argparse.Namespace) -> float:
-    eps = getattr(args, "layernorm_epsilon", None)
-    return float(args.norm_epsilon if eps is None else eps)
 
 
 def _rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -199,10 +193,8 @@ def _rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _layout(args: argparse.Namespace) -> ParallelLayout:
-    sizes = expert_sizes(args)
     return ParallelLayout(
-        ep_size=sizes["ep_size"],
-        expert_tp_size=sizes["expert_tp_size"],
+        **expert_sizes(args),
         tp_size=args.tensor_model_parallel_size,
         pp_size=args.pipeline_model_parallel_size,
         cp_size=args.context_parallel_size,
@@ -252,17 +244,15 @@ def _join(document: dict[str, Any], decided: Mapping[str, Mapping[str, tuple[Any
         if not isinstance(raw, dict):
             continue  # the reader refuses it
         for key, (value, flag) in values.items():
-            if key in raw and _plain(key, raw[key]) != value:
+            given = raw.get(key, value)
+            if key == "output_dir" and isinstance(given, str):
+                given = resolve(given, Path.cwd())
+            if given != value:
                 raise ConfigError(
                     f"{section}.{key} must agree with {flag}, which makes it {show(value)}, got "
                     f"{show(raw[key])}; leave it out of the file of {FLAG}"
                 )
         document[section] = raw | {key: value for key, (value, _) in values.items()}
-
-
-def _plain(key: str, value: Any) -> Any:
-    is_path = key == "output_dir" and isinstance(value, str)
-    return resolve(value, Path.cwd()) if is_path else value
 
 
 def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseModelSpec, Path]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,14 +17,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.built.agreed_parts import AgreedParts
-from tlora_megatron.integrations.megatron.built.head import (
-    BuiltHead,
-    Targets,
-    has_targets,
-    use_targets,
-)
+from tlora_megatron.integrations.megatron.built.head import Targets, has_targets, use_targets
 from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.integrations.megatron.engine import ONE
 from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
@@ -151,8 +145,7 @@ class IntervalLosses:
                 as 0, or what they were.
         """
         iterations = totals.get(_ADVANCED, 0) + 1
-        known = [key for key in totals if key == ALL_JOBS or key.startswith("loss/")]
-        for key in known:
+        for key in [key for key in totals if key == ALL_JOBS or key.startswith("loss/")]:
             del totals[key]
         for key, (total, count) in self._sums.items():
             # Not read from `loss_dict`: that would wait for the device.
@@ -176,19 +169,19 @@ class MicroBatchFeed:
         """Makes one iterator; virtual pipeline stages have one each."""
         queue: deque[PackedBatch] = deque()
         self._queues.append(queue)
-        return _drain(queue)
+
+        def drain() -> Iterator[PackedBatch]:
+            while queue:
+                yield queue.popleft()
+            raise RuntimeError("a round must have as many micro-batches as the trainer asks for")
+
+        return drain()
 
     def fill(self, batches: Sequence[PackedBatch]) -> None:
         """Sets the micro-batches that all readers give next."""
         for queue in self._queues:
             queue.clear()
             queue.extend(batches)
-
-
-def _drain(queue: deque[PackedBatch]) -> Iterator[PackedBatch]:
-    while queue:
-        yield queue.popleft()
-    raise RuntimeError("a round must have as many micro-batches as the trainer asks for")
 
 
 class MegatronLmEngine:
@@ -201,9 +194,9 @@ class MegatronLmEngine:
         chunks: the trainer's model chunks, wrapped as it holds them.
         vocab_size: number of tokens; further columns of the logits are padding.
         seq_length: rows of a micro-batch over its context-parallel ranks.
-        head: computes target rows alone; None = the model's own head computes all rows.
-        parts: those that tensor-parallel ranks agree on before each evaluation; before each
-            training round whoever runs it asks them. None = nobody is asked.
+        compute: its head computes target rows alone, and tensor-parallel ranks agree on its parts
+            before each evaluation; before each training round whoever runs it asks them. None =
+            Megatron's modules compute all.
     """
 
     def __init__(
@@ -214,15 +207,13 @@ class MegatronLmEngine:
         vocab_size: int,
         seq_length: int,
         nano: NanoSettings = NanoSettings(),  # noqa: B008 - frozen
-        head: BuiltHead | None = None,
-        parts: AgreedParts | None = None,
+        compute: OwnCompute | None = None,
     ) -> None:
         self.chunks = list(chunks)
         self.groups = groups
         self.vocab_size = vocab_size
         self.seq_length = seq_length
-        self._head = head
-        self._parts = parts
+        self._compute = compute
         self._losses: list[Tensor] = []
         self._models = language_models(chunks)
         self.nano_batches = NanoBatches(chunks, groups, nano)
@@ -263,9 +254,9 @@ class MegatronLmEngine:
         self, batches: Sequence[PackedBatch], step: Callable[..., Any], *, forward_only: bool
     ) -> list[dict[str, Tensor]]:
         """Runs Megatron's schedule, without what the trainer would add for its own parameters."""
-        if self._parts is not None:
-            self._parts.begin()
-            self._parts.end()
+        if self._compute is not None:
+            self._compute.parts.begin()
+            self._compute.parts.end()
         iterators = [iter(batches) for _ in self.chunks]
         config = self._models[0].config
         given = {name: getattr(config, name) for name in ("timers", "finalize_model_grads_func")}
@@ -287,7 +278,8 @@ class MegatronLmEngine:
 
     def _targets(self, batch: PackedBatch, *, scores: bool) -> Targets | None:
         """Returns the head's work; None where the model's own head computes all rows."""
-        if self._head is None or not self._head.runs:
+        head = None if self._compute is None else self._compute.head
+        if head is None or not head.runs:
             return None
         return Targets(batch.target_rows, batch.labels[0], scores)
 
@@ -295,10 +287,7 @@ class MegatronLmEngine:
         self, batch: PackedBatch, model: nn.Module, targets: Targets | None, labels: Tensor | None
     ) -> Tensor:
         positions = batch.positions(self.groups.device)
-        with (
-            use_micro_batch(batch.view),
-            nullcontext() if targets is None else use_targets(targets),
-        ):
+        with use_micro_batch(batch.view), use_targets(targets):
             return model(batch.tokens, positions, None, labels=labels)
 
     def _weighted(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import megatron.core
 import torch
@@ -28,7 +28,13 @@ from tlora_megatron.config.parallel_rules import check_job_over_experts
 from tlora_megatron.config.schema import JobError, RunConfig
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm
-from tlora_megatron.integrations.megatron_lm.guard import FLAG, shown
+from tlora_megatron.integrations.megatron_lm.guard import (
+    FLAG,
+    NOT_TRIED,
+    Rule,
+    core_version,
+    layer_pattern,
+)
 from tlora_megatron.model.backbone import over_base
 from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies
@@ -124,57 +130,46 @@ _EXACT_PRE_SOFTMAX = (0, 18)
 """The first megatron-core whose `--moe-router-pre-softmax` chooses by fp32 scores in bf16."""
 
 
-class _Rule(NamedTuple):
-    """The values that an argument may have; a version may lack it."""
-
-    argument: str
-    allowed: tuple[Any, ...]
-    why: str
-
-
 _OTHER_ROUTER = "routers of Qwen and Mixtral are a softmax over all experts, of which the top count"
 _OTHER_LAYER = "experts of Qwen and Mixtral are whole MLPs, weighted behind their activation"
 _TIES = "its top-k may take the other one of two equal logits"
 _PADDING = "padding rows would be taken for rows of jobs"
-_NOT_TRIED = "it has not been tried"
 
-ROUTER: tuple[_Rule, ...] = (
-    _Rule("moe_router_score_function", ("softmax",), _OTHER_ROUTER),
-    _Rule("moe_router_enable_expert_bias", (False,), _OTHER_ROUTER),
-    _Rule("moe_router_num_groups", (None,), _OTHER_ROUTER),
-    _Rule("moe_router_group_topk", (None,), _OTHER_ROUTER),
-    _Rule("moe_router_topk_limited_devices", (None,), _OTHER_ROUTER),
-    _Rule("moe_router_topk_scaling_factor", (None, 1.0), _OTHER_ROUTER),
-    _Rule("moe_router_force_biased", (None,), _OTHER_ROUTER),
-    _Rule("moe_enable_routing_replay", (False,), _OTHER_ROUTER),
-    _Rule("moe_router_fusion", (False,), _TIES),
-    _Rule("moe_apply_probs_on_input", (False,), _OTHER_LAYER),
-    _Rule("moe_latent_size", (None,), _OTHER_LAYER),
-    _Rule("moe_mlp_glu_interleave_size", (None,), _OTHER_LAYER),
-    _Rule("moe_shared_expert_glu_interleave_size", (None,), _OTHER_LAYER),
+ROUTER: tuple[Rule, ...] = (
+    Rule("moe_router_score_function", ("softmax",), _OTHER_ROUTER),
+    Rule("moe_router_enable_expert_bias", (False,), _OTHER_ROUTER),
+    Rule("moe_router_num_groups", (None,), _OTHER_ROUTER),
+    Rule("moe_router_group_topk", (None,), _OTHER_ROUTER),
+    Rule("moe_router_topk_limited_devices", (None,), _OTHER_ROUTER),
+    Rule("moe_router_topk_scaling_factor", (None, 1.0), _OTHER_ROUTER),
+    Rule("moe_router_force_biased", (None,), _OTHER_ROUTER),
+    Rule("moe_enable_routing_replay", (False,), _OTHER_ROUTER),
+    Rule("moe_router_fusion", (False,), _TIES),
+    Rule("moe_apply_probs_on_input", (False,), _OTHER_LAYER),
+    Rule("moe_latent_size", (None,), _OTHER_LAYER),
+    Rule("moe_mlp_glu_interleave_size", (None,), _OTHER_LAYER),
+    Rule("moe_shared_expert_glu_interleave_size", (None,), _OTHER_LAYER),
 )
 """Arguments, and fields of TransformerConfig, that change what a layer of experts computes."""
 
-ADAPTERS: tuple[_Rule, ...] = (
-    _Rule("moe_use_legacy_grouped_gemm", (False,), "its weights are of another shape"),
-    _Rule("moe_router_padding_for_quantization", (False, None), _PADDING),
-    _Rule("moe_router_padding_for_fp8", (False, None), _PADDING),
-    _Rule("fp8", (None, False), _PADDING),
-    _Rule("fp4", (None, False), _PADDING),
-    _Rule("moe_shared_expert_overlap", (False,), _NOT_TRIED),
-    _Rule("use_transformer_engine_op_fuser", (False,), "it calls no linear of the experts"),
-    _Rule("fine_grained_activation_offloading", (False,), "it frees inputs that adapters keep"),
-    _Rule("moe_paged_stash", (False,), "it frees inputs that adapters keep"),
-    _Rule("overlap_dispatch_backward_with_experts_wgrad", (False,), _NOT_TRIED),
-    _Rule("moe_single_grouped_weight", (False,), _NOT_TRIED),
-    _Rule("moe_use_grouped_tensor", (False,), _NOT_TRIED),
-    _Rule("moe_dispatch_fwd_dtype", ("bf16",), _NOT_TRIED),
-    _Rule("moe_combine_bwd_dtype", ("bf16",), _NOT_TRIED),
-    _Rule("use_tp_pp_dp_mapping", (False,), "adapters are gathered in the other order of ranks"),
+ADAPTERS: tuple[Rule, ...] = (
+    Rule("moe_use_legacy_grouped_gemm", (False,), "its weights are of another shape"),
+    Rule("moe_router_padding_for_quantization", (False, None), _PADDING),
+    Rule("moe_router_padding_for_fp8", (False, None), _PADDING),
+    Rule("fp8", (None, False), _PADDING),
+    Rule("fp4", (None, False), _PADDING),
+    Rule("moe_shared_expert_overlap", (False,), NOT_TRIED),
+    Rule("use_transformer_engine_op_fuser", (False,), "it calls no linear of the experts"),
+    Rule("fine_grained_activation_offloading", (False,), "it frees inputs that adapters keep"),
+    Rule("moe_paged_stash", (False,), "it frees inputs that adapters keep"),
+    Rule("overlap_dispatch_backward_with_experts_wgrad", (False,), NOT_TRIED),
+    Rule("moe_single_grouped_weight", (False,), NOT_TRIED),
+    Rule("moe_use_grouped_tensor", (False,), NOT_TRIED),
+    Rule("moe_dispatch_fwd_dtype", ("bf16",), NOT_TRIED),
+    Rule("moe_combine_bwd_dtype", ("bf16",), NOT_TRIED),
+    Rule("use_tp_pp_dp_mapping", (False,), "adapters are gathered in the other order of ranks"),
 )
 """Arguments that exclude adapters on routed experts."""
-
-_FLAGS = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
 def experts_from_arguments(args: argparse.Namespace) -> ExpertsSpec | None:
@@ -191,9 +186,7 @@ def experts_from_arguments(args: argparse.Namespace) -> ExpertsSpec | None:
 
 
 def _in_every_layer(args: argparse.Namespace) -> bool:
-    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(
-        args, "hybrid_override_pattern", None
-    )
+    pattern = layer_pattern(args)
     if pattern is not None:
         return set(pattern.split("/")[0].replace("|", "")) == {"*", "E"}
     frequency = getattr(args, "moe_layer_freq", 1)
@@ -216,23 +209,18 @@ def check_router(values: Any, where: str) -> None:
         values: Megatron's arguments, or a TransformerConfig.
         where: ends the rule: what asks for it.
     """
-    _check(ROUTER, values, where)
+    for rule in ROUTER:
+        rule.check(values, where)
     in_bf16 = values.params_dtype == torch.bfloat16
-    dtype = getattr(values, "moe_router_dtype", None)
-    if dtype is not None and (in_bf16 or dtype != "fp32"):
-        why = "logits in another precision give 3 % of the tokens other experts"
-        raise _refused("moe_router_dtype", None, dtype, where, why)
-    if in_bf16 and values.moe_router_pre_softmax and _core_version() < _EXACT_PRE_SOFTMAX:
+    why = "logits in another precision give 3 % of the tokens other experts"
+    dtypes = (None,) if in_bf16 else (None, "fp32")
+    Rule("moe_router_dtype", dtypes, why).check(values, where)
+    if in_bf16 and core_version(megatron.core.__version__) < _EXACT_PRE_SOFTMAX:
         why = (
             "Megatron-core rounds the scores before it chooses by them, up to 0.17; use 0.18 or "
             "newer"
         )
-        raise _refused("moe_router_pre_softmax", False, True, f"{where} in bf16", why)
-
-
-def _core_version() -> tuple[int, int]:
-    major, minor, *_ = str(megatron.core.__version__).split(".")
-    return int(major), int(minor)
+        Rule("moe_router_pre_softmax", (False,), why).check(values, f"{where} in bf16")
 
 
 def settle_expert_jobs(
@@ -274,27 +262,17 @@ def _check_job(job: JobSpec, config: RunConfig, spec: ModelSpec, args: argparse.
     targets = over_base(job, spec).lora.expert_targets
     where = f"for job {job.name!r}, which adapts routed experts"
     sizes = expert_sizes(args)
-    if targets and args.use_distributed_optimizer and sizes["ep_size"] > 1:
+    if targets and sizes["ep_size"] > 1:
         why = "replicas of experts are other ranks"
-        raise _refused("use_distributed_optimizer", False, True, where, why)
+        Rule("use_distributed_optimizer", (False,), why).check(args, where)
     check_job_over_experts(job, config)
     if not targets:
         return
-    _check(ADAPTERS, args, where)
+    for rule in ADAPTERS:
+        rule.check(args, where)
     check_router(args, where)
     part, tp_size = sizes["expert_tp_size"], args.tensor_model_parallel_size
     if part not in (1, tp_size):
-        allowed = f"1 or {tp_size}"
-        raise _refused("expert_tensor_parallel_size", allowed, part, where, _NOT_TRIED)
-
-
-def _check(rules: Iterable[_Rule], values: Any, where: str) -> None:
-    for argument, allowed, why in rules:
-        value = getattr(values, argument, allowed[0])
-        if value not in allowed:
-            raise _refused(argument, allowed[0], value, where, why)
-
-
-def _refused(argument: str, wanted: Any, found: Any, where: str, why: str) -> ValueError:
-    flag = _FLAGS.get(argument, "--" + argument.replace("_", "-"))
-    return ValueError(f"{flag} must be {shown(wanted)} {where}, got {shown(found)}; {why}")
+        raise ValueError(
+            f"--expert-tensor-parallel-size must be 1 or {tp_size} {where}, got {part}; {NOT_TRIED}"
+        )

@@ -14,10 +14,9 @@ import re
 import sys
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 FLAG = "--tlora-config"
 OLDEST, NEWEST = (0, 16), (0, 20)
@@ -60,34 +59,44 @@ _RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...]]] = {
 """Module -> name -> parameters it must have, in any order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rule:
-    """A rule for one Megatron argument: the values under which adapters train correctly."""
+class Rule(NamedTuple):
+    """The values of a Megatron argument under which adapters train correctly."""
 
     argument: str
     allowed: tuple[Any, ...]
+    """A message asks for the first."""
     why: str
 
-    def check(self, args: Any) -> None:
-        """Raises ValueError for a wrong value; an argument that this version lacks is fine."""
-        value = getattr(args, self.argument, self.allowed[0])
+    def check(self, values: Any, where: str = f"with {FLAG}") -> None:
+        """Raises ValueError for a wrong value; an argument that this version lacks is fine.
+
+        Args:
+            values: Megatron's arguments, or a TransformerConfig.
+            where: ends the rule: what asks for it.
+        """
+        wanted = self.allowed[0]
+        value = getattr(values, self.argument, wanted)
         if value in self.allowed:
             return
-        wanted = self.allowed[0]
         if self.argument in _NEGATED:
             wanted, value = not wanted, not value
         raise ValueError(
-            f"{self.flag} must be {shown(wanted)} with {FLAG}, got {shown(value)}; {self.why}"
+            f"{self.flag} must be {shown(wanted)} {where}, got {shown(value)}; {self.why}"
         )
 
     @property
     def flag(self) -> str:
         """The flag that sets the argument."""
-        return _NEGATED.get(self.argument, "--" + self.argument.replace("_", "-"))
+        return _FLAGS.get(self.argument, "--" + self.argument.replace("_", "-"))
 
 
-_NEGATED = {"add_bias_linear": "--disable-bias-linear"}
+_NEGATED = ("add_bias_linear",)
 """Arguments whose flags say the contrary."""
+_FLAGS = {
+    "add_bias_linear": "--disable-bias-linear",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+}
 
 _NO_GRAPHS = "jobs join and leave between iterations, which captured CUDA graphs do not see"
 _NO_EXPERT_OVERLAP = "it calls parts of layers past the model, without the micro-batch's routing"
@@ -100,11 +109,11 @@ _OWN_DATA = "data come from the jobs of the configuration"
 _NO_TEACHER = "jobs learn from their own data alone"
 _WHOLE_ROWS = "whose rows are whose is known for whole micro-batches; recompute saves memory"
 _MIXING_ROUTERS = ("sinkhorn", "quantile_balancing")
-_NOT_TRIED = "it has not been tried"
+NOT_TRIED = "it has not been tried"
 
-RULES: tuple[_Rule, ...] = tuple(
-    _Rule(argument=argument, allowed=allowed, why=why)
-    for argument, allowed, why in (
+RULES = tuple(
+    Rule(*rule)
+    for rule in (
         ("micro_batch_size", (1,), "a micro-batch is one packed row of --seq-length tokens"),
         ("fp16", (False,), "loss scaling would skip all jobs for one; use --bf16"),
         ("cuda_graph_impl", ("none", None), _NO_GRAPHS),
@@ -151,13 +160,13 @@ RULES: tuple[_Rule, ...] = tuple(
         ("rerun_mode", ("validate_results", "disabled"), "a rerun would add gradients twice"),
         ("skip_train", (False,), "there is nothing to do without training"),
         ("freeze_all_layers", (False,), "the hooks freeze the base and leave adapters trainable"),
-        ("init_model_with_meta_device", (False,), _NOT_TRIED),
+        ("init_model_with_meta_device", (False,), NOT_TRIED),
         ("inprocess_restart", (False,), "use torchrun --max-restarts: jobs resume by themselves"),
-        ("gtp_weight_remat_size", (1, None), _NOT_TRIED),
-        ("num_distributed_optimizer_instances", (1,), _NOT_TRIED),
-        ("moe_use_upcycling", (False,), _NOT_TRIED),
+        ("gtp_weight_remat_size", (1, None), NOT_TRIED),
+        ("num_distributed_optimizer_instances", (1,), NOT_TRIED),
+        ("moe_use_upcycling", (False,), NOT_TRIED),
         ("ckpt_convert_format", (None,), "convert the base first, without the flag"),
-        ("use_legacy_models", (False,), _NOT_TRIED),
+        ("use_legacy_models", (False,), NOT_TRIED),
     )
 )
 
@@ -175,9 +184,13 @@ def check_trainer() -> None:
             problem = _problem(module, name, parameters)
             if problem is not None:
                 raise _mismatch(version, f"{module_name} {problem}")
-    found = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= found <= NEWEST:
+    if not OLDEST <= core_version(version) <= NEWEST:
         raise _mismatch(version, "its version is another")
+
+
+def core_version(text: str) -> tuple[int, ...]:
+    """Returns a version of Megatron-core as major and minor."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def _import(name: str, version: str = "none") -> ModuleType:
@@ -295,3 +308,9 @@ def shown(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "absent" if value is None else str(value)
+
+
+def layer_pattern(args: Any) -> str | None:
+    """Returns the string that says HybridModel's layers; None for GPTModel."""
+    names = ("hybrid_layer_pattern", "hybrid_override_pattern")
+    return next(filter(None, (getattr(args, name, None) for name in names)), None)

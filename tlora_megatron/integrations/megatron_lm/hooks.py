@@ -180,13 +180,17 @@ class _Hooks:
         parsed = inspect.signature(original).bind(*args, **kwargs).arguments["args"]
         if not getattr(parsed, "tlora_config", None):
             return original(*args, **kwargs)
+        from tlora_megatron.integrations.megatron_lm import experts
+        from tlora_megatron.integrations.megatron_lm.refusals import explain_arguments
+
         with self._input_errors():
             settle(parsed, sys.argv[1:])
             with shown_in_order() if asks_for_nano_batches(parsed.tlora_config) else nullcontext():
-                result = _validated(original, *args, **kwargs)
+                try:
+                    result = original(*args, **kwargs)
+                except (AssertionError, ValueError, RuntimeError, ImportError) as error:
+                    raise explain_arguments(error) from error
             check_arguments(parsed)
-        from tlora_megatron.integrations.megatron_lm import experts
-
         # Before the script makes its specs of layers.
         experts.install(
             context_parallel=parsed.context_parallel_size > 1,
@@ -326,16 +330,6 @@ def settle(parsed: Any, words: Sequence[str]) -> None:
     resolve_arguments(parsed)
     if unused := "; ".join(filter(None, (describe_unused(words), detect_format(parsed)))):
         logger.info("without effect beside %s: %s", FLAG, unused)
-
-
-def _validated(validate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs Megatron's own validation; what it asserts becomes a sentence."""
-    from tlora_megatron.integrations.megatron_lm.refusals import explain_arguments
-
-    try:
-        return validate(*args, **kwargs)
-    except (AssertionError, ValueError, RuntimeError, ImportError) as error:
-        raise explain_arguments(error) from error
 
 
 def _open_session(megatron_args: Any, callbacks: LauncherCallbacks) -> Session:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from tlora_megatron.integrations.megatron_lm.guard import FLAG, RULES
+from tlora_megatron.integrations.megatron_lm.guard import FLAG, RULES, layer_pattern
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _STATE_SPACE = "state-space layers carry a document's state into the next"
@@ -29,7 +29,6 @@ _OTHER_SCRIPTS = {
     "pretrain_vision_inpaint.py": "its model reads images",
 }
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-_PATTERN_NAMES = tuple(flag.removeprefix("--").replace("-", "_") for flag in _PATTERNS)
 
 _ABSENT = re.compile(r"(\S+) from model not in state dict")
 _SHAPES = re.compile(
@@ -66,8 +65,8 @@ def check_parsed(args: argparse.Namespace) -> None:
         # Switches alone: the values of other arguments may still follow from the validation.
         if getattr(args, rule.argument, None) is True and False in rule.allowed:
             rule.check(args)
-    pattern = next((p for p in map(args.__dict__.get, _PATTERN_NAMES) if p), "")
-    if "M" in pattern:
+    pattern = layer_pattern(args)
+    if pattern is not None and "M" in pattern:
         raise ValueError(
             f"--hybrid-layer-pattern must have attention and MLP layers alone with {FLAG}, got "
             f"{pattern}; {_STATE_SPACE}"

@@ -14,7 +14,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -181,16 +181,7 @@ def check_described(
 ) -> None:
     """Refuses arguments that describe another model than a config.json."""
     _check_experts(ours.experts, theirs.experts, config_json)
-    described, expected = asdict(ours), asdict(theirs)
-    for name, flag in _FLAGS.items():
-        if described[name] == expected[name]:
-            continue
-        if name == "rope_scaling":
-            _refuse_scaling(theirs.rope_scaling, ours.rope_scaling, config_json)
-        pair = (expected[name], described[name])
-        if name == "tied_embeddings":
-            pair = (not pair[0], not pair[1])  # the flag says the opposite
-        raise _another(flag, *pair, config_json)
+    _compare(_FLAGS, ours, theirs, config_json)
     if theirs.vocab_size > padded_vocab_size:
         raise ValueError(
             f"Megatron's vocabulary must hold the {theirs.vocab_size} entries of {config_json}, "
@@ -205,12 +196,20 @@ def _check_experts(ours: ExpertsSpec | None, theirs: ExpertsSpec | None, config_
             flag = "--num-experts" if theirs is None else "--num-experts, in every layer,"
             raise _another(flag, counts[0], counts[1], config_json)
         return
-    for name, flag in _EXPERTS.items():
-        pair = (getattr(theirs, name), getattr(ours, name))
-        if pair[0] != pair[1]:
-            if name == "normalizes":
-                pair = (not pair[0], not pair[1])  # the flag says the opposite
-            raise _another(flag, *pair, config_json)
+    _compare(_EXPERTS, ours, theirs, config_json)
+
+
+def _compare(flags: Mapping[str, str], ours: Any, theirs: Any, config_json: Path) -> None:
+    """Refuses fields that are not the same, naming the flag."""
+    for name, flag in flags.items():
+        found, expected = getattr(ours, name), getattr(theirs, name)
+        if found == expected:
+            continue
+        if name == "rope_scaling":
+            _refuse_scaling(expected, found, config_json)
+        if name in ("tied_embeddings", "normalizes"):  # their flags say the opposite
+            found, expected = not found, not expected
+        raise _another(flag, expected, found, config_json)
 
 
 def check_transformer_config(config: Any, theirs: ModelSpec, config_json: Path) -> None:

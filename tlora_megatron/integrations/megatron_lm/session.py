@@ -23,13 +23,13 @@ from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron.built.model import (
     discover,
     freeze,
+    install_packed_attention,
     language_models,
     record_stages,
     require_whole_weights,
 )
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
-from tlora_megatron.integrations.megatron.engine import current_groups
+from tlora_megatron.integrations.megatron.process_groups import current_groups
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import (
     IntervalLosses,
@@ -145,8 +145,7 @@ class Session:
             vocab_size=spec.vocab_size,
             seq_length=self._args.seq_length,
             nano=NanoSettings.of_run(config.run, spec, DTYPES[config.base_model.dtype]),
-            head=self._compute.head,
-            parts=self._compute.parts,
+            compute=self._compute,
         )
         with timeline.phase("base"):
             check_engine_isolation(self.engine)

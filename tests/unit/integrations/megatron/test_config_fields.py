@@ -24,9 +24,12 @@ from tests.helpers.tiny_models import (
     make_tiny_model,
 )
 from tests.helpers.user_models import SPEC, build_user_gpt, user_config
-from tlora_megatron.integrations.megatron.built.model import discover, freeze
+from tlora_megatron.integrations.megatron.built.model import (
+    discover,
+    freeze,
+    install_packed_attention,
+)
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.model import build_backbone, load_backbone
 from tlora_megatron.integrations.megatron_lm.guard import RULES
 from tlora_megatron.integrations.megatron_lm.same_model import NO_EFFECT

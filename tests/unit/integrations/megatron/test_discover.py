@@ -16,16 +16,14 @@ from tlora_megatron.integrations.megatron.built.expert_layers import AdaptedExpe
 from tlora_megatron.integrations.megatron.built.model import (
     discover,
     freeze,
+    install_packed_attention,
     language_models,
     record_stages,
     require_whole_weights,
 )
-from tlora_megatron.integrations.megatron.built.packed_attention import (
-    DocumentRotaryEmbedding,
-    install_packed_attention,
-)
-from tlora_megatron.integrations.megatron.engine import current_groups
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import DocumentRotaryEmbedding
+from tlora_megatron.integrations.megatron.process_groups import current_groups
 from tlora_megatron.layers.sites import check_targets
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import EXPERT_LINEARS, LINEAR_TARGETS

@@ -153,10 +153,10 @@ from tlora_megatron.integrations.megatron import imports
 imports.quieten()
 import torch
 from tests.helpers.linear_case import SPEC
-from tlora_megatron.integrations.megatron import engine, model
+from tlora_megatron.integrations.megatron import engine, model, process_groups
 from tlora_megatron.model.layout import ParallelLayout
 layout = ParallelLayout(tp_size=1, pp_size=1, cp_size=1, dp_size=1, sequence_parallel=False)
-model.initialize_parallel(layout)
+process_groups.initialize_parallel(layout)
 model.build_backbone(SPEC, layout, dtype=torch.float32)
 """
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "PYTHONWARNINGS")}

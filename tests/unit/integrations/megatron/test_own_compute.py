@@ -27,13 +27,16 @@ from tests.helpers.user_models import SPEC, build_user_gpt
 from tlora_megatron.integrations.megatron import engine as recompute
 from tlora_megatron.integrations.megatron import nano_batches
 from tlora_megatron.integrations.megatron.built.head import Targets, use_targets
-from tlora_megatron.integrations.megatron.built.model import discover, freeze
+from tlora_megatron.integrations.megatron.built.model import (
+    discover,
+    freeze,
+    install_packed_attention,
+)
 from tlora_megatron.integrations.megatron.built.own_compute import (
     OwnCompute,
     _spans,
     use_own_compute,
 )
-from tlora_megatron.integrations.megatron.built.packed_attention import install_packed_attention
 from tlora_megatron.integrations.megatron.layer import conditions, frozen_sublayer, plain_layer
 from tlora_megatron.integrations.megatron.layer import modules as module_hooks
 from tlora_megatron.integrations.megatron.layer.modules import built_class, foreign_hook

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tests.unit.integrations.megatron_lm.test_megatron_lm_guard import FINE
 from tlora_megatron.integrations.megatron_lm import experts as model_fixes
-from tlora_megatron.integrations.megatron_lm import hooks, refusals
+from tlora_megatron.integrations.megatron_lm import refusals
 from tlora_megatron.integrations.megatron_lm.engine import (
     IntervalLosses,
     JobOptimizer,
@@ -235,9 +236,10 @@ def refuse(message: str) -> None:
     ],
 )
 def test_megatron_s_own_checks_become_sentences(check: Any, value: Any, said: str) -> None:
-    file = Path(__file__).name
-    with pytest.raises(ValueError, match=rf"must pass its own check \({file}:\d+\), {said}"):
-        hooks._validated(check, value)
+    with pytest.raises((AssertionError, RuntimeError)) as caught:
+        check(value)
+    sentence = str(refusals.explain_arguments(caught.value))
+    assert re.search(rf"must pass its own check \({Path(__file__).name}:\d+\), {said}", sentence)
 
 
 LOADED = argparse.Namespace(load="base", num_experts=None)

@@ -23,7 +23,6 @@ from tlora_megatron.integrations.megatron.layer.conditions import HEAD, why_not_
 from tlora_megatron.integrations.megatron.layer.modules import (
     built_class,
     does_more,
-    hangs_on_all,
     mix,
     what_hangs_on,
 )
@@ -54,8 +53,8 @@ def has_targets() -> bool:
 
 
 @contextmanager
-def use_targets(targets: Targets) -> Iterator[None]:
-    """Has a call of the model compute targets."""
+def use_targets(targets: Targets | None) -> Iterator[None]:
+    """Has a call of the model compute targets; None = logits, as ever."""
     token = _TARGETS.set(targets)
     try:
         yield
@@ -124,11 +123,7 @@ class BuiltHead:
         """True if the head may run by our kernels now; tells why it may not."""
         runs = self.may_run if self.agreed is None else self.agreed
         if not runs:
-            what = (
-                "a hook waits for all modules"
-                if hangs_on_all()
-                else what_hangs_on(self._model.output_layer)
-            )
+            what = what_hangs_on([self._model.output_layer])
             self._tell(what or "something waits for it on another tensor-parallel rank")
         return runs
 

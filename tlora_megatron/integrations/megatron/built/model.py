@@ -1,4 +1,4 @@
-"""Finds and freezes the parts of a model that someone else built, its linears and their stages.
+"""A model that someone else built: frozen, its attention replaced, its linears and stages found.
 
 Nothing is assumed of how layers are dealt out: virtual pipeline chunks, uneven stages and
 HybridModel, whose attention and MLP are layers of their own, are read off the built modules.
@@ -23,6 +23,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built.expert_layers import adapt_experts, expert_weight
+from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
+from tlora_megatron.integrations.megatron.layer.modules import mix
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import DocumentRotaryEmbedding
 from tlora_megatron.layers.sites import Site, make_expert_site, make_site
 from tlora_megatron.model.spec import ALL_LINEARS, EXPERT_LINEARS, ModelSpec
 from tlora_megatron.parallel.groups import ParallelGroups
@@ -118,7 +121,13 @@ _FUSED_MLPS = ("TEFusedMLP", "FusedSharedExpertMLP")
 _REQUIRED: dict[str, tuple[Any, ...]] = {
     "hidden_dropout": (0.0,),
     "gated_linear_unit": (True,),
+    "attention_dropout": (0.0,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla",),
+    "qk_clip": (False,),
+    "log_max_attention_logit": (False,),
     "multi_latent_attention": (False,),
+    "fused_single_qkv_rope": (False,),
     "attention_output_gate": (False,),
     "experimental_attention_variant": (None,),
     "mtp_num_layers": (None, 0),
@@ -128,6 +137,47 @@ _REQUIRED: dict[str, tuple[Any, ...]] = {
     "moe_expert_rank_capacity_factor": (None,),
 }
 """Fields of TransformerConfig and the values that adapters work with; a version may lack some."""
+
+_POSITIONS = ("rope", "yarn", "none")
+
+
+def install_packed_attention(chunks: Sequence[nn.Module]) -> None:
+    """Makes attention end at document borders, in place; a second time nothing.
+
+    Every core attention becomes `PackedCoreAttention`, for Megatron's local layers and Transformer
+    Engine's alike. Heads are still rotated by Megatron, by the model's own frequencies (base,
+    percentage, interleaving, scaling), for the position of each token in its document.
+
+    From then on the model runs inside `use_micro_batch(view)`, without attention mask and packed
+    sequence parameters, on rows `[1, T]` of one context-parallel rank; Megatron's recompute works
+    after `engine.install()`. With `context_parallel_size` above 1, Megatron's local spec must
+    name `PackedCoreAttention` before the model is built: its own refuses to be.
+    """
+    for model in language_models(chunks):
+        _check_config(model.config)
+        kind = model.position_embedding_type
+        if kind not in _POSITIONS:
+            raise ValueError(f"position_embedding_type must be one of {_POSITIONS}, got {kind!r}")
+        for layer in model.decoder.layers:
+            attention = getattr(layer, "self_attention", None)
+            if isinstance(attention, SelfAttention):
+                _replace_core(attention)
+        if kind != "none":
+            mix(DocumentRotaryEmbedding, model.rotary_pos_emb)
+
+
+def _replace_core(attention: Any) -> None:
+    if isinstance(attention.core_attention, PackedCoreAttention):
+        return
+    core = PackedCoreAttention(
+        attention.config,
+        attention.layer_number,
+        attention.attn_mask_type,
+        attention.attention_type,
+        softmax_scale=attention.config.softmax_scale,
+        pg_collection=getattr(attention, "pg_collection", None),
+    )
+    attention.core_attention = core.train(attention.training)
 
 
 def discover(
@@ -145,7 +195,7 @@ def discover(
     found: dict[tuple[int, str], nn.Module] = {}
     of_experts: dict[int, nn.Module] = {}
     for model in language_models(chunks):
-        check_config(model.config, _REQUIRED)
+        _check_config(model.config)
         _check_groups(model.config, groups)
         for layer in model.decoder.layers:
             index = _layer_index(model, layer)
@@ -185,9 +235,8 @@ def record_stages(
     return replace(groups, layout=replace(groups.layout, stage_linears=tuple(stages)))
 
 
-def check_config(config: Any, required: dict[str, tuple[Any, ...]]) -> None:
-    """Refuses values of a TransformerConfig; fields that this version lacks are ignored."""
-    for name, allowed in required.items():
+def _check_config(config: Any) -> None:
+    for name, allowed in _REQUIRED.items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{name} must be {allowed[0]} to train adapters, got {value!r}")

@@ -13,16 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
     _yarn_get_concentration_factor_from_config,
 )
 from torch import nn
 
-from tlora_megatron.integrations.megatron.built.agreed_parts import AgreedParts
 from tlora_megatron.integrations.megatron.built.head import BuiltHead, why_not_head
 from tlora_megatron.integrations.megatron.built.model import language_models
-from tlora_megatron.integrations.megatron.built.packed_attention import DocumentRotaryEmbedding
 from tlora_megatron.integrations.megatron.layer.conditions import (
     FP8,
     HALVES,
@@ -32,9 +31,16 @@ from tlora_megatron.integrations.megatron.layer.conditions import (
     why_not_config,
     why_not_half,
 )
-from tlora_megatron.integrations.megatron.layer.modules import built_class
-from tlora_megatron.integrations.megatron.layer.norm_and_rotary import BuiltRotary
-from tlora_megatron.integrations.megatron.layer.plain_layer import LateReasons, make_plain
+from tlora_megatron.integrations.megatron.layer.modules import built_class, does_more
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
+    BuiltRotary,
+    DocumentRotaryEmbedding,
+)
+from tlora_megatron.integrations.megatron.layer.plain_layer import (
+    LateReasons,
+    PlainHalf,
+    make_plain,
+)
 from tlora_megatron.layers.multi_adapter import make_multi_adapter
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.transformer_engine import TEProductMixin, is_te_linear, why_not_fp8
@@ -82,15 +88,74 @@ class _Counts(NamedTuple):
     """One half is ours."""
     modules: int
 
-    def plus(self, other: _Counts) -> _Counts:
-        return _Counts(*map(sum, zip(self, other, strict=True)))
+
+class AgreedParts:
+    """Has all tensor-parallel ranks compute a part by our kernels, or all of them by its modules.
+
+    The two exchange different tensors in the head and around Transformer Engine's linears, so ranks
+    that went different ways would wait for each other for ever; a hook on the modules of one rank
+    is enough for that. So ranks tell each other before every round which parts may run by the
+    kernels now: in one all-reduce of a byte a part over gloo, begun before a round is packed and
+    read behind that. Hooks that come later in a round count from the next on. Without tensor
+    parallelism nobody is asked, and hooks count at once. Making one is collective over the world.
+
+    Args:
+        models: of this rank, as many layers as on the other tensor-parallel ranks.
+        head: None = the stage has none, or the model's own runs.
+    """
+
+    def __init__(
+        self, models: Sequence[Any], head: BuiltHead | None, groups: ParallelGroups
+    ) -> None:
+        self._group: Any = None
+        if groups.layout.tp_size == 1:
+            return
+        decoders = [model.decoder for model in models]
+        layers = [layer for decoder in decoders for layer in decoder.layers]
+        self._parts: list[PlainHalf | BuiltHead | None] = [head]
+        self._parts += [getattr(x, "tlora_parts", {}).get(half) for x in layers for half in HALVES]
+        norms = (getattr(decoder, "final_layernorm", None) for decoder in decoders)
+        self._norms = [norm for norm in norms if norm is not None]
+        self._votes = torch.empty(0)
+        self._work: dist.Work | None = None
+        tp_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(tp_ranks, tuple(dist.get_process_group_ranks(groups.tp_group)))
+        rows = [list(ranks) for ranks in sorted(set(tp_ranks))]
+        self._group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
+
+    def begin(self) -> None:
+        """Tells the other ranks what may run here; collective, but does not wait."""
+        if self._group is not None:
+            votes = [part is not None and part.may_run for part in self._parts]
+            votes += [not does_more(norm) for norm in self._norms]
+            self._votes = torch.tensor(votes, dtype=torch.uint8, device="cpu")
+            self._work = dist.all_reduce(self._votes, dist.ReduceOp.MIN, self._group, async_op=True)
+
+    def end(self) -> None:
+        """Waits for the others; parts then run as all may, until the next `end`."""
+        if self._group is not None:
+            assert self._work is not None, "begin comes before end"
+            self._work.wait()
+            self._work = None
+            of_parts, of_norms = self._votes.bool().split([len(self._parts), len(self._norms)])
+            for part, runs in zip(self._parts, of_parts.tolist(), strict=True):
+                if part is not None:
+                    part.agreed = runs
+            for norm, runs in zip(self._norms, of_norms.tolist(), strict=True):
+                norm.__dict__["tlora_agreed"] = runs
+
+    def close(self) -> None:
+        """Gives the group up; a second call does nothing."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCompute:
     """The parts of the whole model that our kernels compute."""
 
-    layers: _Counts
+    num_layers: int
     reasons: tuple[WhyNot, ...]
     head: BuiltHead | None
     """The head of this process; None where its chunks have none, or the model's own runs."""
@@ -98,6 +163,13 @@ class OwnCompute:
     """Reasons that this process finds after the model was built."""
     parts: AgreedParts
     """Those that tensor-parallel ranks agree on, round by round."""
+
+    @property
+    def layers(self) -> _Counts:
+        """Who computes the layers."""
+        halves = sum(len(why.layers) for why in self.reasons if why.half in HALVES)
+        modules = sum(len(why.layers) for why in self.reasons if why.half is None)
+        return _Counts(self.num_layers - halves - modules, halves, modules)
 
     @property
     def has_own_head(self) -> bool:
@@ -109,7 +181,7 @@ class OwnCompute:
         """One line for the log."""
         head = "ours" if self.has_own_head else "Megatron's"
         own, halves, _ = self.layers
-        line = f"base: {own} of {sum(self.layers)} layers by our kernels"
+        line = f"base: {own} of {self.num_layers} layers by our kernels"
         line += f", {halves} in one half" if halves else ""
         return "; ".join([f"{line}, head by {head}", *map(str, self.reasons)])
 
@@ -139,23 +211,19 @@ def use_own_compute(
     forced = f"{VARIABLE} is modules" if _agreed_choice() == "modules" else None
     models = language_models(chunks)
     late = LateReasons(logger.warning)
-    counts, reasons = _Counts(0, 0, 0), []
     if forced is None and None in [why_not_config(models[0].config, LAYER, h) for h in HALVES]:
         for _, linear in linears:
             if is_te_linear(linear):  # gets a product of ours beside the one that it computes
                 make_multi_adapter(linear, TEProductMixin)
-    for model in models:
-        found, why_not = _use_in_layers(model, forced, late)
-        counts = counts.plus(found)
-        reasons += why_not
+    reasons = [why for model in models for why in _use_in_layers(model, forced, late)]
     why_not = _why_not_head(models[-1], forced)
-    reasons += why_not
     head = None
     if models[-1].post_process and not why_not:
         head = BuiltHead(models[-1], vocab_size, groups, late.add_head)
     parts = AgreedParts(models, head, groups)
-    compute = OwnCompute(layers=counts, reasons=tuple(reasons), head=head, late=late, parts=parts)
-    compute = _whole_model(compute, groups)
+    num_layers = sum(len(model.decoder.layers) for model in models)
+    total, merged = _of_all_stages(num_layers, reasons + why_not, groups)
+    compute = OwnCompute(num_layers=total, reasons=merged, head=head, late=late, parts=parts)
     if groups.is_writer:
         logger.info("%s", compute.line)
         _tell_of_scales(models[0].config)
@@ -174,17 +242,15 @@ def _agreed_choice() -> str:
     return found[0]
 
 
-def _use_in_layers(
-    model: Any, forced: str | None, late: LateReasons
-) -> tuple[_Counts, list[WhyNot]]:
+def _use_in_layers(model: Any, forced: str | None, late: LateReasons) -> list[WhyNot]:
+    """Has our kernels compute what they can; returns a reason for each layer that is left."""
     obstacles = _obstacles(model, forced)
     rotary = None
     if obstacles["attention"] is None:
         # Attention takes the factor from the config, whatever kind of embedding there is.
         factor = _yarn_get_concentration_factor_from_config(model.config)
         rotary = BuiltRotary(model.rotary_pos_emb, factor)
-    counts = dict.fromkeys(_Counts._fields, 0)
-    by_reason: dict[tuple[Half | None, str], list[int]] = {}
+    reasons = []
     for layer in model.decoder.layers:
         found = {half: obstacles[half] or why_not_half(layer, half) for half in halves_of(layer)}
         own = [half for half, reason in found.items() if reason is None]
@@ -193,14 +259,11 @@ def _use_in_layers(
         left = [(half, reason) for half, reason in found.items() if reason is not None]
         if not found:
             left = [(HALVES[0], forced or f"a {built_class(layer).__name__} is another layer")]
-        counts["halves" if own and left else "own" if own else "modules"] += 1
         for half, reason in left[:1]:
-            key = half if own else None, reason
-            by_reason.setdefault(key, []).append(layer.layer_number - 1)
-    return _Counts(**counts), [
-        WhyNot(layers=tuple(numbers), half=half, reason=reason, times_step=_times(model, half))
-        for (half, reason), numbers in by_reason.items()
-    ]
+            which, number = half if own else None, layer.layer_number - 1
+            times = _times(model, which)
+            reasons.append(WhyNot(layers=(number,), half=which, reason=reason, times_step=times))
+    return reasons
 
 
 def _obstacles(model: Any, forced: str | None) -> dict[Half, str | None]:
@@ -276,20 +339,19 @@ def _times(model: Any, half: Half | None) -> float | None:
     return 1 + (sum(parts.values()) if half is None else parts[half])
 
 
-def _whole_model(compute: OwnCompute, groups: ParallelGroups) -> OwnCompute:
-    """Adds up the stages; collective over the world."""
+def _of_all_stages(
+    num_layers: int, reasons: Sequence[WhyNot], groups: ParallelGroups
+) -> tuple[int, tuple[WhyNot, ...]]:
+    """Adds up layers and joins reasons that are alike; collective over the world."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (groups.pp_rank, compute.layers, compute.reasons))
+    dist.all_gather_object(found, (groups.pp_rank, num_layers, reasons))
     stages = {stage: parts for stage, *parts in reversed(found)}
-    counts = _Counts(0, 0, 0)
     merged: dict[tuple[str | None, str], WhyNot] = {}
-    for layers, reasons in (stages[stage] for stage in sorted(stages)):
-        counts = counts.plus(layers)
-        for why in reasons:
-            before = merged.get((why.half, why.reason))
-            numbers = {*why.layers, *(before.layers if before else ())}
-            merged[why.half, why.reason] = replace(why, layers=tuple(sorted(numbers)))
-    return replace(compute, layers=counts, reasons=tuple(merged.values()))
+    for why in (why for stage in sorted(stages) for why in stages[stage][1]):
+        before = merged.get((why.half, why.reason))
+        numbers = {*why.layers, *(before.layers if before else ())}
+        merged[why.half, why.reason] = replace(why, layers=tuple(sorted(numbers)))
+    return sum(count for count, _ in stages.values()), tuple(merged.values())
 
 
 def _spans(numbers: Sequence[int]) -> str:

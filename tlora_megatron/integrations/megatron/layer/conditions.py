@@ -27,7 +27,7 @@ from tlora_megatron.integrations.megatron.layer.core_attention import PackedCore
 from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import (
     BuiltNorm,
-    RMSNorm,
+    Norm,
     built_norm,
     why_not_head_norms,
 )
@@ -164,9 +164,6 @@ class HalfNames(NamedTuple):
     bda: str
     layers: tuple[type, ...]
     """Classes of layers whose half is computed as in a TransformerLayer."""
-    recomputes_norm: str
-    """The layer's attribute that says so, as the next one does."""
-    norm_returns_residual: str
 
 
 NAMES: Mapping[Half, HalfNames] = {
@@ -177,8 +174,6 @@ NAMES: Mapping[Half, HalfNames] = {
         "input_layernorm",
         "self_attn_bda",
         (TransformerLayer, MoETransformerLayer),
-        "recompute_input_layernorm",
-        "_input_layernorm_returns_residual",
     ),
     "mlp": HalfNames(
         "MLP",
@@ -187,8 +182,6 @@ NAMES: Mapping[Half, HalfNames] = {
         "pre_mlp_layernorm",
         "mlp_bda",
         (TransformerLayer, MLPLayer),
-        "recompute_pre_mlp_layernorm",
-        "_pre_mlp_layernorm_returns_residual",
     ),
 }
 
@@ -214,8 +207,8 @@ def why_not_half(layer: Any, half: Half) -> str | None:
     for found, kinds in ((layer, names.layers), (module, (names.kind,))):
         if built_class(found) not in kinds:
             return f"a {built_class(found).__name__} is no {kinds[0].__name__}"
-    if getattr(layer, names.norm_returns_residual, False):
-        return f"{names.norm_returns_residual.lstrip('_')} is True"
+    if getattr(layer, f"_{names.norm}_returns_residual", False):
+        return f"{names.norm}_returns_residual is True"
     if getattr(layer, names.bda) is not get_bias_dropout_add:
         return f"{names.bda} is not Megatron's own"
     reason = _why_not_attention(layer) if half == "attention" else None
@@ -260,7 +253,7 @@ def _why_not_linear(linear: Any, kind: type) -> str | None:
     return None
 
 
-def norm_and_linears(layer: Any, half: Half) -> tuple[BuiltNorm | RMSNorm | None, Any, Any]:
+def norm_and_linears(layer: Any, half: Half) -> tuple[Norm | None, Any, Any]:
     """Returns the norm of a half, None if our kernels do not compute it, and its two linears."""
     names = NAMES[half]
     module = getattr(layer, names.module)
@@ -271,7 +264,7 @@ def norm_and_linears(layer: Any, half: Half) -> tuple[BuiltNorm | RMSNorm | None
     return _norm_before(getattr(layer, names.norm), linears[0]), *linears
 
 
-def _norm_before(module: Any, linear: Any) -> BuiltNorm | RMSNorm | None:
+def _norm_before(module: Any, linear: Any) -> Norm | None:
     """The norm of the layer, or the one that Transformer Engine's linear begins with."""
     if not hasattr(linear, "layer_norm_weight"):
         return built_norm(module)

@@ -6,7 +6,7 @@ Shapes: T local rows, K gathered key rows, N query heads, G key-value heads, D h
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.megatron.layer.norm_and_rotary import PackedRotaryEmbedding
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import PackedRotaryEmbedding, Rotary
 from tlora_megatron.integrations.megatron.process_groups import groups_by_size
 from tlora_megatron.model.spec import GptOssAttention
 from tlora_megatron.ops.frozen.packed_attention import (
@@ -30,14 +30,6 @@ from tlora_megatron.ops.frozen.rotary import unpack_qkv, unpack_qkv_vjp
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
-
-
-class Rotary(Protocol):
-    """The rotation of heads in a projection."""
-
-    def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
-        """Returns cosine and sine of the local rows, `[T, D]`."""
-        ...
 
 
 class PackedCoreAttention(MegatronModule):

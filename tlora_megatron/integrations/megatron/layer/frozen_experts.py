@@ -83,8 +83,8 @@ class FrozenExperts(nn.Module):
         self.router = Router((spec.num_experts, hidden), place, biased=biased)
         self.experts = LocalExperts(num_local, hidden, inner, place, biased=biased)
         cut = config.tensor_model_parallel_size > 1 and expert_tp > 1
-        self.rows_in = _RowsIn(_layout("column", config, cut=cut))
-        self.rows_out = _RowsOut(_layout("row", config, cut=cut))
+        self.rows_in = _Edge(_layout("column", config, cut=cut))
+        self.rows_out = _Edge(_layout("row", config, cut=cut))
         self.shared_experts = None
         if shared_ffn_size is not None:
             self.shared_experts = SharedExpert(config, shared_ffn_size)
@@ -101,7 +101,8 @@ class FrozenExperts(nn.Module):
         """What a frozen sublayer has: a first linear, what is between, and a second one."""
         if self.shared_experts is None:
             return self.rows_in, self.compute_vjp, self.rows_out
-        return _Edge(_WHOLE), self._beside_shared_vjp, _Edge(_WHOLE)
+        whole = _Edge(LinearLayout(kind="row"))
+        return whole, self._beside_shared_vjp, whole
 
     def _beside_shared_vjp(
         self, x_TH: Tensor, view: MicroBatchView, lane: Lane | None = None
@@ -236,9 +237,6 @@ class _Saved(NamedTuple):
     outer_2: Tensor | None
 
 
-_WHOLE = LinearLayout(kind="row")
-
-
 def _layout(kind: Any, config: Any, *, cut: bool) -> LinearLayout:
     if not cut:
         return LinearLayout(kind=kind)
@@ -252,7 +250,8 @@ def _layout(kind: Any, config: Any, *, cut: bool) -> LinearLayout:
 
 
 class _Edge(nn.Module):
-    """Stands where a dense MLP has a linear, and moves rows only: here none."""
+    """Stands where a dense MLP has a linear: gathers the rows that the experts take, or sums the
+    parts of experts over the ranks that share them."""
 
     tlora_adapters = None
 
@@ -263,24 +262,10 @@ class _Edge(nn.Module):
     def product_vjp(
         self, x: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
     ) -> tuple[Tensor, Vjp]:
-        """Returns the rows as they are."""
-        return x, lambda dx: dx
-
-
-class _RowsIn(_Edge):
-    def product_vjp(
-        self, x: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
-    ) -> tuple[Tensor, Vjp]:
-        """Gathers the rows that the experts take."""
+        """Returns the moved rows, and the way back."""
+        if self.layout.kind == "row":
+            return reduced(x, lambda dy: dy, self.layout)
         return self.layout.gather_input(x), lambda dx: self.layout.reduce_dgrad(dx).wait()
-
-
-class _RowsOut(_Edge):
-    def product_vjp(
-        self, y: Tensor, view: MicroBatchView | None = None, lane: Lane | None = None
-    ) -> tuple[Tensor, Vjp]:
-        """Sums the parts of experts over the ranks that share them."""
-        return reduced(y, lambda dy: dy, self.layout)
 
 
 class _Experts(torch.autograd.Function):

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ from tlora_megatron.integrations.megatron.layer.modules import (
     hangs_on_all,
     packs_saved_tensors,
 )
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import Norm
 from tlora_megatron.layers.linear import QuantisedInput, gather_codes, takes_codes
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.transformer_engine import one_scale
-from tlora_megatron.ops.frozen.parts import NormWeight, Vjp
+from tlora_megatron.ops.frozen.parts import Vjp
 from tlora_megatron.ops.frozen.rms_norm import Beside, norm_into
 from tlora_megatron.ops.quantised.rows import OneScale, pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
@@ -38,22 +39,6 @@ from tlora_megatron.parallel.lanes import Lane
 
 Inner = Callable[[Tensor, MicroBatchView, Lane | None], tuple[Tensor, Vjp]]
 Restore = Callable[[], None]
-
-
-class Norm(Protocol):
-    """A norm with a frozen weight, without autograd."""
-
-    @property
-    def norm_weight(self) -> NormWeight:
-        """The weight, read now."""
-        ...
-
-    def add_vjp(
-        self, x: Tensor, residual: Tensor | None, beside: Beside | None = None
-    ) -> tuple[Tensor, Tensor, Vjp]:
-        """Returns the residual stream with x added, its norm, and the way back from both; see
-        `add_rms_norm_vjp`."""
-        ...
 
 
 def no_replay() -> Callable[[], AbstractContextManager[None]]:
@@ -103,10 +88,17 @@ class FrozenSublayer:
         Returns:
             The output and its vjp.
         """
-        if keeps and self.repeats(view):
-            y, _ = self._chain(x, view, lane, keeps=False)
-            return y, _restoring(restore, self._recomputing(x, view, lane))
-        return self._chain(x, view, lane, keeps=keeps, restore=restore)
+        if not (keeps and self.repeats(view)):
+            return self._chain(x, view, lane, keeps=keeps, restore=restore)
+        y, _ = self._chain(x, view, lane, keeps=False)
+        surroundings = self.replay()
+
+        def vjp(dy: Tensor) -> Tensor:
+            with surroundings():
+                _, back = self._chain(x, view, lane, keeps=True)
+            return back(dy)
+
+        return y, _restoring(restore, vjp)
 
     def _chain(
         self,
@@ -128,18 +120,6 @@ class FrozenSublayer:
         if backs:
             backs[0] = _restoring(restore, backs[0])  # the linear that reads x
         return value, functools.partial(walk_back, backs)
-
-    def _recomputing(
-        self, x: Tensor | QuantisedInput, view: MicroBatchView, lane: Lane | None
-    ) -> Vjp:
-        surroundings = self.replay()
-
-        def vjp(dy: Tensor) -> Tensor:
-            with surroundings():
-                _, back = self._chain(x, view, lane, keeps=True)
-            return back(dy)
-
-        return vjp
 
 
 def _restoring(restore: Restore | None, vjp: Vjp) -> Vjp:

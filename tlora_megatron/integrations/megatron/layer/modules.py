@@ -6,7 +6,7 @@ Parameters, names, hooks and `isinstance` answers stay.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,9 +69,12 @@ def foreign_hook(hooks: Mapping[int, Any]) -> Any | None:
     return None
 
 
-def what_hangs_on(module: nn.Module) -> str | None:
-    """Returns what waits for a module's call, named for a log; None if nothing does."""
-    if not hangs_on(module):
+def what_hangs_on(modules: Iterable[nn.Module]) -> str | None:
+    """Returns what waits for a call of the modules, named for a log; None if nothing does."""
+    if hangs_on_all():
+        return "a hook waits for all modules"
+    module = next(filter(hangs_on, modules), None)
+    if module is None:
         return None
     own, what = module.__dict__, "a forward or a compiled one of its own"
     for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from tlora_megatron.ops.frozen.rms_norm import (
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor, rotate_halves
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
-from tlora_megatron.ops.routing import MicroBatchView
+from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 
 
 class RMSNorm(nn.Module):
@@ -148,7 +149,10 @@ class BuiltNorm(NamedTuple):
         return add_rms_norm_vjp(x, residual, self.norm_weight, beside)
 
 
-def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
+Norm = RMSNorm | BuiltNorm
+
+
+def built_norm(module: Any) -> Norm | None:
     """Returns a norm module as our kernels take it; None for what they do not compute."""
     if isinstance(module, RMSNorm):
         return module
@@ -158,11 +162,17 @@ def built_norm(module: Any) -> BuiltNorm | RMSNorm | None:
     return BuiltNorm(module, "weight") if is_known and None not in (weight, eps) else None
 
 
+def norm_runs(norm: nn.Module) -> bool:
+    """Returns True if the norm behind a decoder's layers may be computed by our kernels now."""
+    agreed = norm.__dict__.get("tlora_agreed")  # by tensor-parallel ranks, see `AgreedParts`
+    return not does_more(norm) if agreed is None else agreed
+
+
 class BuiltHeadNorms(NamedTuple):
     """Norms of single query and key heads, which differ in their weights alone."""
 
-    query: BuiltNorm | RMSNorm
-    key: BuiltNorm | RMSNorm
+    query: Norm
+    key: Norm
 
     def weights(self) -> HeadNorms:
         """Returns the weights as they are now."""
@@ -196,24 +206,37 @@ def head_norm_modules(attention: Any) -> tuple[Any, Any]:
     return attention.q_layernorm, attention.k_layernorm
 
 
-class AnglesOfDocuments(Protocol):
-    """`packed_attention.DocumentRotaryEmbedding`."""
+class DocumentRotaryEmbedding(RotaryEmbedding):
+    """Mixin of a built model's embedding: rows of the positions of tokens in their documents."""
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Any:
+        """Returns angles of this rank's rows, `[T, 1, 1, D]`; with YaRN its factor too."""
+        view = current_micro_batch()
+        if view is None:
+            return super().forward(max_seq_len, *args, **kwargs)
+        return self.of_view(view)
 
     def of_view(self, view: MicroBatchView) -> Any:
-        """Returns angles `[T, 1, 1, D]` of this rank's rows, the same tensor at every call; YaRN's
-        come with a factor."""
-        ...
+        """Returns what `forward` does for a micro-batch, the same object at every call."""
+
+        def make() -> tuple[Any, Any]:
+            table = self.get_emb(max(document.length for document in view.documents))
+            angles = table[0] if isinstance(table, tuple) else table
+            rows = angles[view.positions(angles.device)]
+            # The module is kept beside the result, so its id is not given to another one.
+            return self, (rows, table[1]) if isinstance(table, tuple) else rows
+
+        return view.cached(f"angles of {id(self)}", make)[1]
 
 
 class BuiltRotary:
     """Cosine and sine of the model's own angles: its base, and its scaling of frequencies.
 
     Args:
-        embedding: the model's, whose positions restart at every document.
         factor: of cosine and sine, which Megatron's attention takes from its config (YaRN).
     """
 
-    def __init__(self, embedding: AnglesOfDocuments, factor: float = 1.0) -> None:
+    def __init__(self, embedding: DocumentRotaryEmbedding, factor: float = 1.0) -> None:
         self._embedding = embedding
         self._factor = factor
 
@@ -248,3 +271,6 @@ class BuiltRotary:
             and angles.data_ptr() == own.data_ptr()
             and angles.shape == own.shape
         )
+
+
+Rotary = PackedRotaryEmbedding | BuiltRotary

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
@@ -28,7 +29,6 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     runs_direct,
 )
 from tlora_megatron.integrations.megatron.layer.modules import (
-    hangs_on_all,
     mix,
     packs_saved_tensors,
     what_hangs_on,
@@ -66,7 +66,8 @@ class LateReasons:
             self._tell(f"the head runs by Megatron's modules: {reason}")
 
 
-class _Part(NamedTuple):
+@dataclass(slots=True, eq=False)
+class PlainHalf:
     """A half of a layer, computed by our kernels."""
 
     sublayer: FrozenSublayer
@@ -74,6 +75,14 @@ class _Part(NamedTuple):
     """Those whose forward is not called, the layer among them."""
     rotary: BuiltRotary | None
     """None for an MLP."""
+    agreed: bool | None = None
+    """The way that the tensor-parallel ranks have agreed on (`AgreedParts`); None = this one
+    decides."""
+
+    @property
+    def may_run(self) -> bool:
+        """True if nothing on this rank keeps it from running by our kernels now."""
+        return runs_direct(self.modules, (self.sublayer,))
 
 
 class PlainLayer(TransformerLayer):
@@ -82,13 +91,11 @@ class PlainLayer(TransformerLayer):
     Megatron's `forward` calls `_forward_attention` and `_forward_mlp`, in every version.
     """
 
-    tlora_parts: Mapping[Half, _Part]
+    tlora_parts: Mapping[Half, PlainHalf]
     """The plain halves."""
     tlora_sublayers: Sequence[FrozenSublayer]
     """All that the layer computes; empty where a half is not plain."""
     tlora_late: LateReasons
-    tlora_agreed: dict[Half, bool]
-    """Halves that the tensor-parallel ranks agreed on (`AgreedParts`); empty = this one decides."""
 
     @property
     def tlora_rotary(self) -> BuiltRotary | None:
@@ -101,18 +108,16 @@ class PlainLayer(TransformerLayer):
         """The layer's sublayers if all of it may run by them now, otherwise none."""
         return self.tlora_sublayers if all(map(self.runs_now, self.tlora_parts)) else ()
 
-    def may_run(self, half: Half) -> bool:
-        """Returns True if nothing on this rank keeps a half from running by our kernels now."""
-        part = self.tlora_parts.get(half)
-        return part is not None and runs_direct(part.modules, (part.sublayer,))
-
     def runs_now(self, half: Half) -> bool:
         """Returns True if a plain half may run by our kernels now; tells why it may not."""
-        agreed = self.tlora_agreed.get(half)
-        if self.may_run(half) if agreed is None else agreed and not packs_saved_tensors():
+        part = self.tlora_parts[half]
+        if part.may_run if part.agreed is None else part.agreed and not packs_saved_tensors():
             return True
-        reason = _why_not_now(self.tlora_parts[half].modules)
-        if reason is None and self.may_run(half):
+        # None where linears have no adapters yet: the base is scored before they get any.
+        reason = what_hangs_on(part.modules)
+        if reason is None and packs_saved_tensors():
+            reason = "tensors that autograd saves go through hooks"
+        if reason is None and part.may_run:
             reason = "something waits for its modules on another tensor-parallel rank"
         if reason is not None:
             self.tlora_late.add(self, reason, half)
@@ -182,24 +187,23 @@ def make_plain(
         "tlora_late": late,
         "tlora_parts": parts,
         "tlora_sublayers": tuple(part.sublayer for part in parts.values()) if is_whole else (),
-        "tlora_agreed": {},
     }
     for name, value in values.items():
         object.__setattr__(layer, name, value)
     mix(PlainLayer, layer)
 
 
-def _part(layer: Any, half: Half, rotary: BuiltRotary | None) -> _Part:
+def _part(layer: Any, half: Half, rotary: BuiltRotary | None) -> PlainHalf:
     turns = rotary if half == "attention" else None
     names = NAMES[half]
     inner = (m for name in (names.norm, names.module) for m in getattr(layer, name).modules())
-    return _Part(_sublayer(layer, half, rotary), (layer, *inner), turns)
+    return PlainHalf(_sublayer(layer, half, rotary), (layer, *inner), turns)
 
 
 def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSublayer:
     norm, column, row = norm_and_linears(layer, half)
     assert norm is not None, "a plain half has a norm"
-    again = bool(getattr(layer, NAMES[half].recomputes_norm))
+    again = bool(getattr(layer, f"recompute_{NAMES[half].norm}"))
     if half == "mlp":
         return FrozenSublayer(
             norm,
@@ -235,16 +239,3 @@ def _swiglu_vjp(
     column: Any, row: Any, x: Tensor, view: MicroBatchView, lane: Lane | None
 ) -> tuple[Tensor, Vjp]:
     return swiglu_vjp(x, held_codes(row) or one_scale(row), held_codes(column) or one_scale(column))
-
-
-def _why_not_now(modules: Sequence[nn.Module]) -> str | None:
-    """Returns what has come since modules were found plain.
-
-    None where linears have no adapters yet: the base is scored before they get any.
-    """
-    if hangs_on_all():
-        return "a hook waits for all modules"
-    if packs_saved_tensors():
-        return "tensors that autograd saves go through hooks"
-    reasons = filter(None, map(what_hangs_on, modules))
-    return next(reasons, None)
