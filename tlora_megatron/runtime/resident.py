@@ -28,7 +28,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime.backbone import Rendezvous, know_base, open_backbone
-from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
+from tlora_megatron.runtime.choices import resolve_lora_sharding
 from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
