@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.plan_deployments import (
-    advice_document,
-    deployments_document,
-    print_advice,
-    print_deployments,
-)
+from rich.console import Console
+
 from tlora_megatron.cli.plan_ranking import (
     PlanInputs,
     print_explanation,
@@ -27,30 +24,33 @@ from tlora_megatron.cli.plan_ranking import (
 from tlora_megatron.cli.planner_options import (
     DEFAULT_HARDWARE,
     add_hardware_arguments,
+    add_slurm_arguments,
     add_space_arguments,
     asked_runner,
     naming_flags,
     search_space,
 )
-from tlora_megatron.cli.tables import check_output, open_console
+from tlora_megatron.cli.tables import check_output, make_table, open_console
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
 from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
-from tlora_megatron.planner.deploy import deploy
+from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
+from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
-from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,
     check_base,
     check_experts,
     jobs_file,
+    write_deployment,
     write_plan,
 )
 from tlora_megatron.runtime.planning.plan_inputs import (
+    check_deployable,
     other_profiles,
     parse_lengths,
     plan_jobs,
@@ -115,34 +115,8 @@ def add_parser(commands: Any) -> None:
         help="write the files that run the plan of --explain's rank, or the first; "
         f"KIND: {', '.join(KINDS)}",
     )
-    _add_slurm_arguments(parser)
+    add_slurm_arguments(parser)
     parser.set_defaults(command=run)
-
-
-def _add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what only you know of a cluster (--write slurm)")
-    group.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of sbatch, such as account=NAME, partition=NAME or time=12:00:00 (its "
-        "default: 24:00:00); NAME= leaves out what would be written (repeatable)",
-    )
-    group.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="a shell line before the start, such as 'module load cuda' or 'export "
-        "NCCL_SOCKET_IFNAME=ib0' (repeatable)",
-    )
-    group.add_argument(
-        "--environment",
-        metavar="LINE",
-        help="the shell line that activates the environment of the run (default: the venv or conda "
-        "environment that tlora plan runs in)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -189,6 +163,70 @@ def _show_deployments(args: argparse.Namespace, inputs: PlanInputs, space: Searc
         line = write_deployment(Path(args.write[1]), inputs.config, result.best, inputs.hardware)
         _tell_written(args, inputs, [line])
     return 0
+
+
+def print_deployments(
+    console: Console, result: DeploymentResult, hardware: HardwareProfile, num_gpus: int, top: int
+) -> None:
+    """Prints the deployments with their distance to the bound, and which one is to be taken."""
+    console.print(
+        f"{result.tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} (profile "
+        f"{hardware.name}: {hardware.source}, {hardware.date})"
+    )
+    if not result.ranked:
+        console.print("no replica holds the longest sequence", style="red")
+        return
+    numbers = ("tokens/s", "GPU-s", "undivided", "over bound", "busy", "depth")
+    table = make_table("", "replicas", *numbers, right=("", *numbers), words=("replicas",))
+    for place, entry in enumerate(result.ranked[:top], start=1):
+        sampled = entry.sampled
+        table.add_row(
+            str(place),
+            entry.label,
+            f"{result.tokens / entry.time_s:,.0f}",
+            f"{entry.time_s * num_gpus:,.2f}",
+            f"{entry.fluid_s * num_gpus:,.2f}",
+            f"{entry.gap:.1%}",
+            "-" if sampled is None else f"{sampled.busy_share:.1%}",
+            "-" if sampled is None else str(sampled.depth),
+        )
+    console.print(table)
+    console.print(
+        f"bound of all deployments: {result.bound_s * num_gpus:,.2f} GPU-s; {result.num_kinds} "
+        f"kinds of replicas fit, {result.num_undominated} are worth mixing"
+    )
+    first = result.ranked[0]
+    kind = "alike" if first.is_alike else "unlike"
+    console.print(f"to take: {first.label} ({kind}: unlike ones must win by {MARGIN:.0%})")
+
+
+def deployments_document(result: DeploymentResult, num_gpus: int, top: int) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    return {
+        "num_gpus": num_gpus,
+        "tokens": result.tokens,
+        "bound_gpu_s": result.bound_s * num_gpus if result.ranked else None,
+        "kinds_that_fit": result.num_kinds,
+        "kinds_worth_mixing": result.num_undominated,
+        "deployments": [_document(result, entry, num_gpus) for entry in result.ranked[:top]],
+    }
+
+
+def _document(result: DeploymentResult, entry: RankedDeployment, num_gpus: int) -> dict[str, Any]:
+    pairs = zip(entry.replicas.kinds, entry.replicas.counts, strict=True)
+    return {
+        "replicas": entry.label,
+        "alike": entry.is_alike,
+        "tokens_per_s": result.tokens / entry.time_s,
+        "gpu_s": entry.time_s * num_gpus,
+        "undivided_gpu_s": entry.fluid_s * num_gpus,
+        "over_bound": entry.gap,
+        "sampled": None if entry.sampled is None else entry.sampled._asdict(),
+        "kinds": [
+            {"count": count, **asdict(kind.layout), "rate": asdict(kind.curve.rate)}
+            for kind, count in pairs
+        ],
+    }
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -250,6 +288,24 @@ def _advice(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) ->
     """Looks for changes that would make a plan fit, where none does."""
     profiles = other_profiles(inputs.hardware)
     return advise(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space, profiles)
+
+
+def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
+    """Prints a line for each change that helps the replicas, or why none does."""
+    for remedy in advice.remedies:
+        console.print(f"would fit{replicas}: {remedy}")
+    if advice.why_none:
+        console.print(advice.why_none)
+
+
+def advice_document(advice: Advice | None) -> dict[str, Any]:
+    """The keys that `--json` adds; for None a plan fits, and nobody asked."""
+    if advice is None:
+        return {"would_fit": [], "why_nothing_fits": None}
+    return {
+        "would_fit": [str(remedy) for remedy in advice.remedies],
+        "why_nothing_fits": advice.why_none or None,
+    }
 
 
 def _show(

@@ -13,9 +13,11 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import NothingAllowed
-from tlora_megatron.runtime.planning.plan_files import overrides_of
+from tlora_megatron.runtime.planning.plan_files import deployment_overrides, overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import (
-    largest_portion,
+    best_deployment,
+    best_plan,
+    open_space,
     parse_lengths,
     plan_model,
     run_hardware,
@@ -64,9 +66,6 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
 
 def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
     """The best plan for this run's processes, as overrides; `ValueError` if none fits."""
-    from tlora_megatron.runtime.planning.deployments import best_deployment, deployment_overrides
-    from tlora_megatron.runtime.planning.plan_inputs import best_plan
-
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
@@ -134,10 +133,37 @@ def add_space_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what only you know of a cluster (--write slurm)")
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of sbatch, such as account=NAME, partition=NAME or time=12:00:00 (its "
+        "default: 24:00:00); NAME= leaves out what would be written (repeatable)",
+    )
+    group.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a shell line before the start, such as 'module load cuda' or 'export "
+        "NCCL_SOCKET_IFNAME=ib0' (repeatable)",
+    )
+    group.add_argument(
+        "--environment",
+        metavar="LINE",
+        help="the shell line that activates the environment of the run (default: the venv or conda "
+        "environment that tlora plan runs in)",
+    )
+
+
 def search_space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
     """Returns what the options and the configuration leave open."""
-    asked = config.parallel.lora_sharding
-    return SearchSpace(
+    given = {} if args.lora_sharding is None else {"lora_sharding": args.lora_sharding}
+    return open_space(
+        config,
         tp_size=args.tp,
         pp_size=args.pp,
         vpp_size=args.vpp,
@@ -145,13 +171,10 @@ def search_space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
         ep_size=args.ep,
         expert_tp_size=args.expert_tp,
         sequence_parallel=None if args.sp is None else args.sp == "on",
-        lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
         recompute=args.recompute,
         micro_batch_tokens=args.tokens,
-        largest_portion=largest_portion(config),
         runs_in=asked_runner(args),
-        shard_optimizer=config.parallel.shard_optimizer or None,
-        deterministic=config.run.deterministic or None,
+        **given,
     )
 
 
