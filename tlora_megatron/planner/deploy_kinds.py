@@ -17,9 +17,8 @@ from tlora_megatron.model.dispatch import cut
 from tlora_megatron.model.layout import RECOMPUTES
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
-from tlora_megatron.planner.choices import recompute_for_rows
+from tlora_megatron.planner.choices import CurveModel, ReplicaCurve, recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.replica_rate import CurveModel, ReplicaCurve
 from tlora_megatron.planner.fit import BUDGETS
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace

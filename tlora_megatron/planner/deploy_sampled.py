@@ -13,8 +13,8 @@ from tlora_megatron.model.deployment import ReplicaLayout, ReplicaRate
 from tlora_megatron.model.dispatch import assign, cut, predicted_ends_ps, share_out
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
+from tlora_megatron.planner.choices import CurveModel, replica_rate
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.replica_rate import CurveModel, replica_rate
 from tlora_megatron.planner.deploy_kinds import (
     Kind,
     LengthClass,

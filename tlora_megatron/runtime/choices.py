@@ -24,10 +24,10 @@ from tlora_megatron.planner.choices import (
     ShardingChoice,
     choose_lora_sharding,
     recompute_for_rows,
+    replica_rate,
     sharding_times,
 )
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.replica_rate import replica_rate
 from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram

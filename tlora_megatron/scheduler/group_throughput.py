@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
-from tlora_megatron.planner.group import GroupEstimate
+from tlora_megatron.planner.search import GroupEstimate
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 

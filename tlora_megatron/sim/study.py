@@ -16,8 +16,8 @@ from typing import Any
 
 from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.search import GroupModel
 from tlora_megatron.scheduler.fleet import require
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost, Rules

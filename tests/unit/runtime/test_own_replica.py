@@ -25,7 +25,7 @@ from tlora_megatron.model.backbone import LinearShape, LinearsSpec
 from tlora_megatron.model.deployment import Deployment, ReplicaLayout
 from tlora_megatron.model.layout import RECOMPUTES, ParallelLayout, RecomputeTable
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.choices import replica_rate
 from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime import choices

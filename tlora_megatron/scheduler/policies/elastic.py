@@ -272,7 +272,7 @@ class Elastic(NetBenefit):
             now_s, cluster, self.speeds, self.rules, jobs.paused(), most_mixes=_MOST_MIXES
         )
         sizes = Sizes(self.speeds, cluster.shape.num_gpus)
-        order = self._order(now_s, jobs, cluster, sizes)
+        order = self._all_in_order(now_s, jobs, cluster, sizes)
         left = _start(tentative, order, sizes, changes)
         left = join_clients(tentative, left, sizes)
         left = make_room(tentative, left, sizes)
@@ -282,7 +282,7 @@ class Elastic(NetBenefit):
         grow(tentative, sizes)
         return tentative.decisions()
 
-    def _order(
+    def _all_in_order(
         self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, sizes: Sizes
     ) -> list[Waiting]:
         """The jobs to look at: the shortest first; before an overdue one come all paused jobs."""

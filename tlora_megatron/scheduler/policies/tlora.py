@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policies.admission import grow, separate, shrink, start_alone
-from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import (
-    Changes,
-    ClusterState,
-    Decision,
-    Rules,
-    soonest_nodes,
+from tlora_megatron.scheduler.policies.admission import (
+    Choose,
+    Grouping,
+    grow,
+    separate,
+    shrink,
 )
+from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
+from tlora_megatron.scheduler.policy import ClusterState, soonest_nodes
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
@@ -113,37 +113,20 @@ _Ranked = tuple[float, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Grouping:
-    speeds: Speeds
-    rules: Rules
-
-    @property
-    def keeps_bounds(self) -> bool:
-        """True except in the ablation without bounds."""
-        return self.rules.keep_bounds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResidualGrouping(_Grouping):
+class ResidualGrouping(Grouping):
     """Merges each waiting job into the running group that it fits most tightly."""
 
-    def decide(
-        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
-    ) -> list[Decision]:
-        """Starts waiting jobs alone or in running groups; implements `Policy.decide`."""
-        rules = self.rules
-        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
-        if len(jobs):
-            if jobs.overdue(now_s, 1, cluster.may_run):
-                shrink(tentative)
-            queue = jobs.by_arrival(rules.lookahead, cluster.may_run)
-            others = sorted(queue, key=lambda w: self._urgent_first(w, now_s))
-            left = start_alone(tentative, jobs, cluster, changes, others)
-            if rules.use_residual:
-                self._merge(tentative, left, Hosts(tentative, changes))
-        elif changes.freed and cluster.free.num:
-            separate(tentative, rules)
-        return tentative.decisions()
+    def _order(
+        self, tentative: TentativeGroups, jobs: WaitingQueue, cluster: ClusterState
+    ) -> list[Waiting]:
+        """The most urgent first; before an overdue one starts, groups give up GPUs."""
+        if jobs.overdue(tentative.now_s, 1, cluster.may_run):
+            shrink(tentative)
+        queue = jobs.by_arrival(self.rules.lookahead, cluster.may_run)
+        return sorted(queue, key=lambda w: self._urgent_first(w, tentative.now_s))
+
+    def _spread(self, tentative: TentativeGroups) -> None:
+        separate(tentative, self.rules)
 
     def _urgent_first(self, waiting: Waiting, now_s: float) -> tuple[float, float, float, int]:
         job = waiting.job
@@ -151,7 +134,9 @@ class ResidualGrouping(_Grouping):
         residual = self.speeds.residual((job.kind,), job.num_gpus)
         return (-job.priority, -urgency, residual, job.index)
 
-    def _merge(self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts) -> None:
+    def _merge(
+        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
+    ) -> None:
         ranked: dict[tuple[bool, str], list[list[_Ranked]]] = {}
         for waiting in hosts.candidates(left):
             key = (hosts.is_new(waiting), waiting.job.base)
@@ -203,31 +188,17 @@ EXPECTED = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NetBenefit(_Grouping):
+class NetBenefit(Grouping):
     """Merges a waiting job where that brings forward the ends of all jobs most."""
 
-    def decide(
-        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
-    ) -> list[Decision]:
-        """Starts, merges, splits or widens groups; implements `Policy.decide`."""
-        rules = self.rules
-        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
-        if len(jobs):
-            others = jobs.by_size(rules.lookahead, cluster.may_run)
-            left = start_alone(
-                tentative,
-                jobs,
-                cluster,
-                changes,
-                others,
-                lambda order: _Sizes(self.speeds, order, cluster).choose,
-            )
-            if rules.use_residual:
-                self._merge(tentative, left, Hosts(tentative, changes), len(jobs))
-        elif changes.freed and cluster.free.num:
-            separate(tentative, rules)
-            grow(tentative)
-        return tentative.decisions()
+    shortest_first: bool = True
+
+    def _chooser(self, order: Sequence[Waiting], cluster: ClusterState) -> Choose:
+        return _Sizes(self.speeds, order, cluster).choose
+
+    def _spread(self, tentative: TentativeGroups) -> None:
+        separate(tentative, self.rules)
+        grow(tentative)
 
     def _merge(
         self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
