@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tlora_megatron.config.schema import shared_fields
 from tlora_megatron.model.deployment import ReplicaLayout, ReplicaRate
 from tlora_megatron.model.dispatch import cut
 from tlora_megatron.model.layout import RECOMPUTES
@@ -59,8 +60,7 @@ class Kind:
     @property
     def layout(self) -> ReplicaLayout:
         """The layout as a deployment holds it."""
-        names = (field.name for field in fields(ReplicaLayout))
-        return ReplicaLayout(**{name: getattr(self.plan, name) for name in names})
+        return ReplicaLayout(**shared_fields(self.plan, ReplicaLayout))
 
     @property
     def rate(self) -> ReplicaRate:

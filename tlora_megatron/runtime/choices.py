@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tlora_megatron.config.schema import RunConfig, built_recompute
+from tlora_megatron.config.schema import RunConfig, built_recompute, shared_fields
 from tlora_megatron.layers.sites import PlainSite
 from tlora_megatron.layers.transformer_engine import TEProductMixin
 from tlora_megatron.model.backbone import Backbone
@@ -66,11 +66,7 @@ def _table(
     config: RunConfig, groups: ParallelGroups, jobs: Sequence[PreparedJob], budget_bytes: float
 ) -> RecomputeTable:
     tokens = config.run.micro_batch_tokens
-    plan = replace(
-        _plan(config, groups),
-        lora_sharding=groups.layout.lora_sharding,
-        shard_optimizer=config.parallel.shard_optimizer,
-    )
+    plan = replace(_plan(config, groups), shard_optimizer=config.parallel.shard_optimizer)
     any_rows = LengthHistogram.single(1)  # the table goes through all numbers of rows
     loads = [JobLoad.from_spec(job.spec, any_rows) for job in jobs]
     memory = MemoryModel(plan_model(config), loads, _hardware(config, groups))
@@ -83,18 +79,8 @@ def _table(
 
 
 def _plan(config: RunConfig, groups: ParallelGroups) -> Plan:
-    layout = groups.layout
-    return Plan(
-        tp_size=layout.tp_size,
-        pp_size=layout.pp_size,
-        cp_size=layout.cp_size,
-        dp_size=layout.dp_size,
-        expert_tp_size=1 if layout.expert_tp < layout.tp_size else None,
-        sequence_parallel=layout.sequence_parallel,
-        first_stage_layers=layout.first_stage_layers,
-        last_stage_layers=layout.last_stage_layers,
-        micro_batch_tokens=config.run.micro_batch_tokens,
-    )
+    tokens = config.run.micro_batch_tokens
+    return Plan(**shared_fields(groups.layout, Plan), micro_batch_tokens=tokens)
 
 
 def _tell(table: RecomputeTable, budget_bytes: float, tokens: int) -> None:
@@ -219,8 +205,7 @@ def _predict(
     profile = profile_of_gpu(gpu)
     if profile is None:
         return {}, f"no profile in configs/hardware is of {gpu}"
-    recompute = built_recompute(config.run)
-    plan = replace(_plan(config, groups), ep_size=groups.layout.ep_size, recompute=recompute)
+    plan = replace(_plan(config, groups), recompute=built_recompute(config.run))
     try:
         times = sharding_times(spec, list(map(job_load, jobs)), plan, profile)
     except ValueError as error:
@@ -286,12 +271,7 @@ def _replicas(config: RunConfig, groups: ParallelGroups) -> tuple[ReplicaLayout,
     """Every replica, with the run's budget and recompute where it has none of its own."""
     run, layout = config.run, groups.layout
     if groups.deployment is None:
-        alike = ReplicaLayout(
-            tp_size=layout.tp_size,
-            pp_size=layout.pp_size,
-            cp_size=layout.cp_size,
-            sequence_parallel=layout.sequence_parallel,
-        )
+        alike = ReplicaLayout(**shared_fields(layout, ReplicaLayout))
         replicas = (alike,) * layout.dp_size
     else:
         replicas = groups.deployment.replicas
@@ -320,14 +300,13 @@ def _rates(
     why = "" if gpu is None or profile is not None else f", as no profile is of {gpu}"
     if profile is not None and isinstance(spec, ModelSpec):
         loads = list(map(job_load, jobs))
-        layout = groups.layout
-        whole_experts: Literal[1] | None = 1 if layout.expert_tp < layout.tp_size else None
+        of_experts: Any = {"expert_tp_size": groups.layout.expert_tp_size}
         try:
             by_kind = {
                 kind: replica_rate(
                     spec,
                     loads,
-                    Plan(**asdict(kind), expert_tp_size=whole_experts),
+                    Plan(**asdict(kind), **of_experts),
                     profile,
                     None if table is None else table.of_share(kind.cp_size, replicas[0].cp_size),
                 )

@@ -15,7 +15,13 @@ import yaml
 from tlora_megatron.config.load import config_to_dict
 from tlora_megatron.config.parallel_rules import settle_deterministic, settle_replicas
 from tlora_megatron.config.reader import read_spec
-from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, ReplicaSpec, RunConfig
+from tlora_megatron.config.schema import (
+    BaseModelSpec,
+    ParallelSpec,
+    ReplicaSpec,
+    RunConfig,
+    shared_fields,
+)
 from tlora_megatron.config.sections import expand_short_form, refuse_quantization
 from tlora_megatron.model.experts import refuse_experts
 from tlora_megatron.model.layout import LoraSharding
@@ -81,19 +87,11 @@ def apply_plan(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> R
         )
     is_power = plan.cp_size & (plan.cp_size - 1) == 0
     divides = plan.cp_size > 1 and is_power and plan.pp_size == 1
-    parallel = ParallelSpec(
-        tp_size=plan.tp_size,
-        pp_size=plan.pp_size,
-        first_stage_layers=plan.first_stage_layers,
-        last_stage_layers=plan.last_stage_layers,
-        cp_size=plan.cp_size,
-        cp_by_micro_batch=config.parallel.cp_by_micro_batch and divides,
-        sequence_parallel=plan.sequence_parallel,
-        ep_size=plan.ep_size,
-        expert_tp_size=plan.expert_tp_size,
-        lora_sharding=plan.lora_sharding if plan.tp_size > 1 else "auto",
-        shard_optimizer=plan.shard_optimizer,
-    )
+    own: dict[str, Any] = {
+        "cp_by_micro_batch": config.parallel.cp_by_micro_batch and divides,
+        "lora_sharding": plan.lora_sharding if plan.tp_size > 1 else "auto",
+    }
+    parallel = ParallelSpec(**shared_fields(plan, ParallelSpec) | own)
     run = replace(
         config.run,
         micro_batch_tokens=plan.micro_batch_tokens,

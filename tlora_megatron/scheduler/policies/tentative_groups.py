@@ -199,9 +199,7 @@ class TentativeGroups:
             now_s=self.now_s,
             cost=self.rules.cost,
             number=-1 - self._new if host is None else host.number,
-            vacated_s=0.0
-            if parts.running or not self._vacated_s
-            else max([self._vacated_s.get(gpu, 0.0) for gpu in gpus]),
+            vacated_s=self._vacated_s,
         )
         if keep_bounds and not ends_in_bounds(group):
             return None
