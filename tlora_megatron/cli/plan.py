@@ -39,7 +39,6 @@ from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,
@@ -50,11 +49,11 @@ from tlora_megatron.runtime.planning.plan_files import (
     write_plan,
 )
 from tlora_megatron.runtime.planning.plan_inputs import (
+    base_shape,
     check_deployable,
     other_profiles,
     parse_lengths,
     plan_jobs,
-    plan_model,
     run_hardware,
 )
 from tlora_megatron.runtime.planning.slurm_file import SlurmOptions
@@ -126,30 +125,27 @@ def run(args: argparse.Namespace) -> int:
         sbatch=tuple(args.sbatch), setup=tuple(args.setup), environment=args.environment
     )
     inputs = _load(args)
-    with naming_flags(args):
-        space = search_space(args, inputs.config)
     if args.replicas == "any":
-        return _show_deployments(args, inputs, space)
+        return _show_deployments(args, inputs)
     with naming_flags(args):
-        asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
-        result = search(*asked, may_idle=True)
+        result = search(*inputs.asked, may_idle=True)
     chosen = _chosen(args, result)
-    _show(args, inputs, result, space)
+    _show(args, inputs, result)
     if chosen is None:
         return 1
     if args.explain is not None and not args.json:
         print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
     if args.write is not None:
-        _write(args, inputs, chosen, space, slurm)
+        _write(args, inputs, chosen, slurm)
     return 0
 
 
-def _show_deployments(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) -> int:
+def _show_deployments(args: argparse.Namespace, inputs: PlanInputs) -> int:
     """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
     check_deployable(inputs.config)
     with naming_flags(args):
-        result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
-    advice = None if result.best is not None else _advice(args, inputs, space)
+        result = deploy(*inputs.asked)
+    advice = None if result.best is not None else _advice(inputs)
     if args.json:
         document = deployments_document(result, args.gpus, args.top) | advice_document(advice)
         print(json.dumps(document, indent=2))
@@ -240,9 +236,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given and (args.write is None or args.write[0] != "slurm"):
             raise must(f"--{name}", "come with --write slurm", given)
-    if (args.vpp or 1) > 1 and asked_runner(args) in ("train", "deepspeed"):
+    if (args.vpp_size or 1) > 1 and asked_runner(args) in ("train", "deepspeed"):
         remedy = "virtual stages are Megatron-LM's: --runs-in or --write megatron"
-        raise must("--vpp", f"be 1 for {asked_runner(args)}", args.vpp, remedy)
+        raise must("--vpp", f"be 1 for {asked_runner(args)}", args.vpp_size, remedy)
     if args.replicas == "any" and args.runs_in not in (None, "train", "any"):
         raise must("--runs-in", "be train with --replicas any", args.runs_in)
     if args.write is None:
@@ -266,28 +262,28 @@ def _load(args: argparse.Namespace) -> PlanInputs:
     )
     check_base(config.base_model, asked_runner(args))
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     check_experts(spec, asked_runner(args))
-    for name in ("ep", "expert_tp"):
-        given = getattr(args, name)
+    for option, given in (("--ep", args.ep_size), ("--expert-tp", args.expert_tp_size)):
         if spec.experts is None and given is not None:
-            option = f"--{name.replace('_', '-')}"
             raise must(option, "be absent for a base without routed experts", given)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
-    return PlanInputs(
-        config=config,
-        spec=spec,
-        jobs=plan_jobs(config, spec, lengths),
-        hardware=hardware,
-        num_gpus=args.gpus,
-        top=args.top,
-    )
+    jobs = plan_jobs(config, spec, lengths)
+    with naming_flags(args):
+        return PlanInputs(
+            config=config,
+            spec=spec,
+            jobs=jobs,
+            hardware=hardware,
+            num_gpus=args.gpus,
+            top=args.top,
+            space=search_space(args, config),
+        )
 
 
-def _advice(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) -> Advice:
+def _advice(inputs: PlanInputs) -> Advice:
     """Looks for changes that would make a plan fit, where none does."""
-    profiles = other_profiles(inputs.hardware)
-    return advise(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space, profiles)
+    return advise(*inputs.asked, other_profiles(inputs.hardware))
 
 
 def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
@@ -308,10 +304,8 @@ def advice_document(advice: Advice | None) -> dict[str, Any]:
     }
 
 
-def _show(
-    args: argparse.Namespace, inputs: PlanInputs, result: SearchResult, space: SearchSpace
-) -> None:
-    advice = None if result.plans else _advice(args, inputs, space)
+def _show(args: argparse.Namespace, inputs: PlanInputs, result: SearchResult) -> None:
+    advice = None if result.plans else _advice(inputs)
     if args.json:
         print(json.dumps(result_document(result, inputs) | advice_document(advice), indent=2))
     else:
@@ -346,7 +340,6 @@ def _write(
     args: argparse.Namespace,
     inputs: PlanInputs,
     chosen: RankedPlan,
-    space: SearchSpace,
     slurm: SlurmOptions,
 ) -> None:
     """Writes the files of `--write` and prints how to start them."""
@@ -359,7 +352,7 @@ def _write(
             spec=inputs.spec,
             ranked=chosen,
             hardware=inputs.hardware,
-            asked_sharding=space.lora_sharding,
+            asked_sharding=inputs.space.lora_sharding,
             slurm=slurm,
         )
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tlora_megatron.planner.cost import memory, step_terms
 from tlora_megatron.planner.deploy_sampled import outlook_of_teams, saved_by_rows
 from tlora_megatron.planner.fit import Dropped
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad
 
@@ -41,6 +42,12 @@ class PlanInputs:
     hardware: HardwareProfile
     num_gpus: int
     top: int
+    space: SearchSpace = field(default_factory=SearchSpace)
+
+    @property
+    def asked(self) -> tuple[ModelSpec, Sequence[JobLoad], HardwareProfile, int, SearchSpace]:
+        """The question to the planner."""
+        return self.spec, self.jobs, self.hardware, self.num_gpus, self.space
 
 
 def print_result(console: Console, result: SearchResult, inputs: PlanInputs) -> None:

@@ -27,18 +27,13 @@ from tlora_megatron.client.values import (
     Submitted,
     Unreachable,
 )
-from tlora_megatron.config.job_rows import Acted, Action, JobState, RequestedAction
+from tlora_megatron.config.job_rows import Acted, Action, JobState, RequestedAction, is_address
 
 TOKEN_VARIABLE = "TLORA_TOKEN"
 TOKEN_FILE = "~/.tlora/token"
 """Holds the token, closed to other users, where the variable is not set."""
 OWN_TOKEN_FILE = "~/.tlora/http_token"
 """The file that `tlora serve --http` makes; for services of this host alone."""
-
-
-def is_address(service: str) -> bool:
-    """True of `http://...` and `https://...`: a service over HTTP and no folder."""
-    return service.startswith(("http://", "https://"))
 
 
 def connection(address: str, token: str | None) -> dict[str, Any]:

@@ -238,11 +238,7 @@ def advise(
 ) -> Advice:
     """Looks for changes that make a plan fit, or two together; each one has been planned with.
 
-    Args:
-        profiles: other machines that may be proposed.
-
-    Raises:
-        ValueError: as `search` does.
+    `profiles` are other machines that may be proposed. Raises `ValueError` as `search` does.
     """
     question = Question(
         spec=spec,

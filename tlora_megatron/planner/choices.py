@@ -295,10 +295,8 @@ def replica_rate(
 ) -> ReplicaRate:
     """Predicts what sequences cost one replica of a plan; in a pipeline, its mean stage.
 
-    Sums of gradients and optimizer steps are alike on all replicas and left out.
-
-    Args:
-        table: the recompute of sequences by their rows, instead of the plan's.
+    Sums of gradients and optimizer steps are alike on all replicas and left out. `table` is the
+    recompute of sequences by their rows, instead of the plan's.
     """
     job = max(jobs, key=lambda load: load.batch_tokens)
     rows = plan.micro_batch_tokens

@@ -135,16 +135,10 @@ class OwnReplica(NamedTuple):
     recompute: Recompute
 
 
-def own_replica(
-    config: RunConfig, *, rank: int | None = None, world_size: int | None = None
-) -> OwnReplica:
-    """Returns the replica of a process.
-
-    Args:
-        rank, world_size: its place in the world; None = as torchrun's environment says.
-    """
-    rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+def own_replica(config: RunConfig, place: tuple[int, int] | None = None) -> OwnReplica:
+    """Returns the replica of a process; `place` is as in `know_base`."""
+    environ = os.environ.get
+    rank, world_size = place or (int(environ("RANK", "0")), int(environ("WORLD_SIZE", "1")))
     deployment = lay_out_world(config.parallel, world_size)
     if isinstance(deployment, ParallelLayout):
         return OwnReplica(deployment, None, built_recompute(config.run))
@@ -231,18 +225,14 @@ class KnownBase(NamedTuple):
 
 
 def know_base(
-    config: RunConfig,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    refuses_gpt_oss: str = "",
+    config: RunConfig, place: tuple[int, int] | None = None, *, refuses_gpt_oss: str = ""
 ) -> KnownBase:
     """Reads a base's shape, refuses what its layout cannot keep, and starts the device on a thread.
 
     What libraries read from the environment is set before that.
 
     Args:
-        rank, world_size: of this process; None = as torchrun's environment says.
+        place: rank of this process and size of its world; None = as torchrun's environment says.
         refuses_gpt_oss: what the base is, where gpt-oss is refused.
     """
     spec = read_model_spec(config.base_model.config_file)
@@ -253,7 +243,7 @@ def know_base(
     else:
         unpredicted = None if spec.gpt_oss is None else spec.model_type
         check_run_over_experts(config, unpredicted=unpredicted)
-    own = own_replica(config, rank=rank, world_size=world_size)
+    own = own_replica(config, place)
     quantisation = base_quantisation(config.base_model, spec)
     check_replicas_fit(spec, quantisation, own)
     set_environment(config.run.deterministic)

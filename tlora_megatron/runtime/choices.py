@@ -31,7 +31,7 @@ from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime.planning.plan_inputs import plan_hardware, plan_model, profile_of_gpu
+from tlora_megatron.runtime.planning.plan_inputs import base_shape, plan_hardware, profile_of_gpu
 from tlora_megatron.training.packing.round_packer import row_multiple
 from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.run.preparation import PreparedJob
@@ -69,7 +69,7 @@ def _table(
     plan = replace(_plan(config, groups), shard_optimizer=config.parallel.shard_optimizer)
     any_rows = LengthHistogram.single(1)  # the table goes through all numbers of rows
     loads = [JobLoad.from_spec(job.spec, any_rows) for job in jobs]
-    memory = MemoryModel(plan_model(config), loads, _hardware(config, groups))
+    memory = MemoryModel(base_shape(config.base_model), loads, _hardware(config, groups))
     is_gpu, multiple = groups.device.type == "cuda", row_multiple(groups)
     table = recompute_for_rows(
         memory, plan, budget_bytes, multiple=multiple, least_rows=None if is_gpu else multiple

@@ -114,10 +114,8 @@ def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
     # On CPUs, too, a job has its bits in any company; MKL reads this at its first product.
     os.environ.setdefault("MKL_CBWR", ENVIRONMENT["MKL_CBWR"])
-    rank, world_size = (None, None) if rendezvous is None else rendezvous[1:]
-    known = know_base(
-        config, rank=rank, world_size=world_size, refuses_gpt_oss="the base of a service"
-    )
+    place = None if rendezvous is None else rendezvous[1:]
+    known = know_base(config, place, refuses_gpt_oss="the base of a service")
     base = open_backbone(config, known, rendezvous=rendezvous)
     parallel = config.parallel
     if parallel.lora_sharding == "auto":

@@ -17,13 +17,12 @@ from tlora_megatron.cli.service.in_folder import (
     JobRow,
     Row,
     add_service_argument,
-    is_address,
     missing_job,
     open_service,
     warn,
 )
 from tlora_megatron.cli.tables import refuse_duplicates
-from tlora_megatron.config.job_rows import Acted, Action, JobState
+from tlora_megatron.config.job_rows import Acted, Action, JobState, is_address
 from tlora_megatron.config.load import SECTIONS
 from tlora_megatron.config.reader import (
     ConfigError,

@@ -222,11 +222,7 @@ class Rates:
     def collective_s(
         self, op: CollectiveOp, ranks: int, size_bytes: float, *, over: Span | None = None
     ) -> float:
-        """Time of a collective of a tensor gathered, or before it is scattered.
-
-        Args:
-            over: how the group lies over nodes; None: within one.
-        """
+        """Time of a collective of a tensor gathered, or before it is scattered, in or over nodes."""
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
         if over is not None and over.nodes > 1:
@@ -245,9 +241,6 @@ class Rates:
         In a node it is taken for as long as an all-gather, in which every GPU receives as much.
         Over nodes all GPUs of a node send at once, so each has its share of the cards. What stays
         in the node goes over NVLink at the same time.
-
-        Args:
-            over: how the group lies over nodes.
         """
         if over.nodes == 1:
             return self.collective_s("all_gather", ranks, size_bytes)

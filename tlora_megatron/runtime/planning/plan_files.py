@@ -50,11 +50,7 @@ _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
 
 
 def check_base(base: BaseModelSpec, runner: str | None) -> None:
-    """Refuses an FP8 base for programs that have none.
-
-    Args:
-        runner: a kind of files, or a program; None = whichever can.
-    """
+    """Refuses an FP8 base for a kind of files or a program without one; None = whichever can."""
     where = _FOREIGN.get(runner or "")
     if where is None:
         return

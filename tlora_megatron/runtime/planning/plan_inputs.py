@@ -84,11 +84,6 @@ _FORMAT = 3
 """Version of the cached files' format, and of how rows are read."""
 
 
-def plan_model(config: RunConfig) -> ModelSpec:
-    """The shape of a run's base model, with its linears that hold FP8 codes."""
-    return base_shape(config.base_model)
-
-
 def base_shape(base: BaseModelSpec) -> ModelSpec:
     """The shape of a base model, with its linears that hold FP8 codes."""
     spec = read_model_spec(base.config_file)
@@ -269,7 +264,7 @@ def best_plan(
     Raises:
         ValueError: if none fits, with changes that would help; or if jobs or data cannot be used.
     """
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     jobs = plan_jobs(config, spec, lengths)
     space = open_space(config, runs_in="train")
     result = search(spec, jobs, hardware, num_gpus, space)
@@ -314,7 +309,7 @@ def best_deployment(
         ValueError: if no replica holds the longest sequence, or for what cannot be used.
     """
     check_deployable(config)
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     jobs = plan_jobs(config, spec, lengths)
     space = SearchSpace(runs_in="train")
     best = deploy(spec, jobs, hardware, num_gpus, space).best
