@@ -222,7 +222,7 @@ class Rates:
     def collective_s(
         self, op: CollectiveOp, ranks: int, size_bytes: float, *, over: Span | None = None
     ) -> float:
-        """Time of a collective of a tensor gathered, or before it is scattered, in or over nodes."""
+        """Time of a collective of a tensor that is gathered, or before it is scattered."""
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
         if over is not None and over.nodes > 1:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import yaml
 
 from tlora_megatron.config.load import config_to_dict
-from tlora_megatron.config.parallel_rules import settle_deterministic, settle_replicas
+from tlora_megatron.config.parallel_rules import SIZES, settle_deterministic, settle_replicas
 from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.schema import (
     BaseModelSpec,
@@ -43,8 +43,6 @@ _TRAINER_FLAGS = (
 )
 """Those of `scripts/megatron/finetune.sh` that no plan decides: the jobs end the training, and
 neither Transformer Engine nor apex is needed."""
-SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
-"""Keys of the section `parallel` that every plan gives."""
 _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
 """Trainers of others that plans are written for."""
 

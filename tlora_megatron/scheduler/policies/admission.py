@@ -45,12 +45,7 @@ def grow(tentative: TentativeGroups) -> None:
         asked = max(member.job.num_gpus for member in group.members)
         if not tentative.free.num or asked <= len(group.gpus):
             continue
-        free = tentative.free.copy()
-        free.give(group.gpus)
-        gpus = free.find(asked)
-        if gpus is None:
-            continue
-        larger = tentative.propose(tentative.parts_of(group), gpus, group)
+        larger = tentative.wider(group, asked)
         if larger is not None and _sum_of_ends(larger.group) < _sum_of_ends(group):
             tentative.accept(larger, (group,))
 

@@ -237,12 +237,9 @@ def _best_size(tentative: TentativeGroups, group: Group, sizes: Sizes) -> tuple[
 
 
 def _wider(tentative: TentativeGroups, group: Group, size: int) -> Proposal | None:
-    """The group on more GPUs, its own among those it may get; None if it does not pay."""
-    free = tentative.free.copy()
-    free.give(group.gpus)
-    gpus = free.find(size)
-    larger = gpus and tentative.propose(tentative.parts_of(group), gpus, group)
-    if not larger:
+    """The group on more GPUs; None if it does not pay."""
+    larger = tentative.wider(group, size)
+    if larger is None:
         return None
     pause_s = larger.group.ready_s - max(tentative.now_s, group.ready_s)
     saved_s = group.last_end_s - larger.group.last_end_s

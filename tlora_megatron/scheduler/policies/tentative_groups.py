@@ -250,6 +250,13 @@ class TentativeGroups:
                 return proposal
         return None
 
+    def wider(self, group: Group, num_gpus: int) -> Proposal | None:
+        """A group on more GPUs, its own among those it may get; None as in `propose`."""
+        free = self.free.copy()
+        free.give(group.gpus)
+        gpus = free.find(num_gpus)
+        return None if gpus is None else self.propose(self.parts_of(group), gpus, group)
+
     def back_home(self, waiting: Waiting) -> Proposal | None:
         """A paused job on the GPUs that it held; None if it never was, or they are not all free."""
         pause = waiting.pause
