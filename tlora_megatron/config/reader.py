@@ -102,10 +102,8 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
     return kind(**values)
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """Annotations as types; a service reads thousands of specs of few kinds."""
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
+"""Annotations as types; a service reads thousands of specs of few kinds."""
 
 
 def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None:

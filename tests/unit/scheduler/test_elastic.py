@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers.floor_model import NO_COST, World, job
 from tlora_megatron.scheduler.fleet import Fleet, Parts
-from tlora_megatron.scheduler.policies.elastic import Sizes, make_room
-from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
+from tlora_megatron.scheduler.policies.elastic import ElasticGroups, make_room
 from tlora_megatron.scheduler.policy import ClusterState, Decision, FreeGpus, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Pause, Waiting, WaitingQueue
 
@@ -116,7 +115,7 @@ def test_a_job_that_shrinks_saves_its_state_before_a_paused_one_needs_its_gpus()
     rules = Rules(cost=cost)
     shape = ClusterState(shape=world.shape, free=FreeGpus.all_of(world.shape), quotas={})
     running, short = (Waiting(job=job, tokens_left=job.tokens, queued_s=0.0) for job in jobs[1:])
-    first = TentativeGroups(0.0, shape, world.speeds, rules)
+    first = ElasticGroups(0.0, shape, world.speeds, rules)
     proposal = first.propose(Parts(joining=(running,)), (0, 1))
     assert proposal is not None
     group = replace(proposal.group, number=1)
@@ -125,8 +124,8 @@ def test_a_job_that_shrinks_saves_its_state_before_a_paused_one_needs_its_gpus()
     for back_by_s, makes_room in ((5.1, False), (5.3, True)):
         pause = Pause(gpus=(1,), back_by_s=back_by_s, started_s=0.0, deadline_s=2000.0)
         waits = Waiting(job=jobs[0], tokens_left=jobs[0].tokens, queued_s=0.0, pause=pause)
-        tentative = TentativeGroups(0.0, shape, world.speeds, rules, [waits])
-        left = make_room(tentative, [short], Sizes(world.speeds, 2))
+        tentative = ElasticGroups(0.0, shape, world.speeds, rules, [waits])
+        left = make_room(tentative, [short])
         assert (not left) == makes_room
 
 

@@ -20,7 +20,7 @@ Choose = Callable[[TentativeGroups, Waiting], Proposal | None]
 """Chooses the GPUs on which a job would start; None if there are none for it."""
 
 
-def separate(tentative: TentativeGroups, rules: Rules) -> None:
+def separate(tentative: TentativeGroups) -> None:
     """Moves members of fused groups to free GPUs, the oldest group first, as long as it pays.
 
     It pays if the parts train more tokens per second than the whole, and the members' end times
@@ -31,7 +31,7 @@ def separate(tentative: TentativeGroups, rules: Rules) -> None:
         if not tentative.free.num:
             return
         while len(group.members) > 1:
-            found = _best_leaver(tentative, group, rules)
+            found = _best_leaver(tentative, group)
             if found is None:
                 break
             rest, own = found
@@ -62,9 +62,7 @@ def shrink(tentative: TentativeGroups) -> None:
             size *= 2
 
 
-def _best_leaver(
-    tentative: TentativeGroups, group: Group, rules: Rules
-) -> tuple[Proposal, Proposal] | None:
+def _best_leaver(tentative: TentativeGroups, group: Group) -> tuple[Proposal, Proposal] | None:
     """Proposals for the best split: the remaining group, and the member that leaves it alone."""
     parts = tentative.parts_of(group)
     best, most_saved = None, 0.0
@@ -79,7 +77,7 @@ def _best_leaver(
             continue
         joint = rest.group.tokens_per_s + own.group.tokens_per_s
         saved = _sum_of_ends(group) - _sum_of_ends(rest.group) - _sum_of_ends(own.group)
-        if joint > group.tokens_per_s * (1 + rules.min_gain) and saved > most_saved:
+        if joint > group.tokens_per_s * (1 + tentative.rules.min_gain) and saved > most_saved:
             best, most_saved = (rest, own), saved
     return best
 
@@ -110,7 +108,7 @@ class Grouping:
         if len(jobs):
             left = self._start(tentative, jobs, cluster, changes)
             if self.rules.use_residual:
-                self._merge(tentative, left, Hosts(tentative, changes), len(jobs))
+                self._merge(tentative, Hosts(tentative, changes, left, len(jobs)))
         elif changes.freed and cluster.free.num:
             self._spread(tentative)
         return tentative.decisions()
@@ -163,9 +161,7 @@ class Grouping:
         """Chooses as many GPUs as a job asks for."""
         return lambda tentative, waiting: tentative.alone(waiting, waiting.job.num_gpus)
 
-    def _merge(
-        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
-    ) -> None:
+    def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         """Adds jobs that found no GPUs to running groups."""
 
     def _spread(self, tentative: TentativeGroups) -> None:
@@ -176,12 +172,10 @@ class Grouping:
 class MemoryDriven(Grouping):
     """Uses free GPUs first; then the host with fewest members that has the memory."""
 
-    def _merge(
-        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
-    ) -> None:
+    def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         """Adds each job to the first host with room; asks once for all equal jobs."""
         refused: set[tuple[int, int, bool]] = set()
-        for waiting in hosts.candidates(left):
+        for waiting in hosts.candidates():
             key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
             if key in refused:
                 continue

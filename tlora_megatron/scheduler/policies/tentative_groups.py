@@ -113,7 +113,7 @@ class TentativeGroups:
         self.free = cluster.free.copy()
         self.groups = dict(cluster.groups)
         self._cluster = cluster
-        self._speeds = speeds
+        self.speeds = speeds
         self.rules = rules
         self._parts: dict[int, Parts] = {}
         self._dissolved: set[int] = set()
@@ -189,7 +189,7 @@ class TentativeGroups:
             self._mixes.add((kinds, len(gpus)))
             if len(self._mixes) > self._most_mixes:
                 return None
-        rates = self._speeds.rates(kinds, len(gpus))
+        rates = self.speeds.rates(kinds, len(gpus))
         if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates.by_kind)):
             return None
         group = formed(
@@ -227,7 +227,7 @@ class TentativeGroups:
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
         """True if the members' bounds demand more than full speed, which saves searches."""
         least = sum([job.least_tokens_per_s for job in jobs])
-        return least > _MOST_OF_FULL * self._speeds.full_speed(jobs[0].kind, num_gpus)
+        return least > _MOST_OF_FULL * self.speeds.full_speed(jobs[0].kind, num_gpus)
 
     def with_joining(self, host: Group, waiting: Waiting) -> Proposal | None:
         """The host with one more member; None as in `propose`, or if a quota forbids it."""
@@ -330,10 +330,14 @@ class TentativeGroups:
 
 
 class Hosts:
-    """Candidate hosts for waiting jobs, without the pairs that were tried before."""
+    """Jobs that found no GPUs, and groups that may host them, without pairs that were tried."""
 
-    def __init__(self, tentative: TentativeGroups, changes: Changes) -> None:
+    def __init__(
+        self, tentative: TentativeGroups, changes: Changes, left: list[Waiting], num_waiting: int
+    ) -> None:
+        """Begins with the first of so many jobs that wait, in the policy's order."""
         self._tentative = tentative
+        self.left, self.num_waiting = left, num_waiting
         self._new = changes.arrived
         self._changed = set(changes.regrouped)
 
@@ -344,11 +348,11 @@ class Hosts:
         """Notes that this decision has changed a group, so that old jobs are tried against it."""
         self._changed.add(group.number)
 
-    def candidates(self, order: Iterable[Waiting]) -> list[Waiting]:
-        """The jobs of `order` for which there can be a host."""
+    def candidates(self) -> list[Waiting]:
+        """The jobs for which there can be a host."""
         groups = self._tentative.groups
         changed = {groups[number].base for number in self._changed if number in groups}
-        return [w for w in order if w.job.index in self._new or w.job.base in changed]
+        return [w for w in self.left if w.job.index in self._new or w.job.base in changed]
 
     def of(self, waiting: Waiting) -> list[Group]:
         """Groups of the job's base model to try it against, by number."""

@@ -37,16 +37,15 @@ beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/si
 class MergeBenefit:
     """Compares a merge with waiting for free GPUs, for the joining job, its host and the queue."""
 
-    def __init__(
-        self, tentative: TentativeGroups, order: Sequence[Waiting], num_waiting: int
-    ) -> None:
+    def __init__(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         """Plans when each of the first waiting jobs would start without merges."""
         self._tentative = tentative
         self._room_s: dict[int, float] = {}
         self._now_s = tentative.now_s
         self._num_gpus = tentative.shape.num_gpus
-        self._behind = {w.job.index: num_waiting - 1 - i for i, w in enumerate(order)}
-        self._starts_s = list_schedule(tentative, order)
+        last = hosts.num_waiting - 1
+        self._behind = {w.job.index: last - i for i, w in enumerate(hosts.left)}
+        self._starts_s = list_schedule(tentative, hosts.left)
 
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
         """Weighted seconds by which jobs end earlier with the merge than without it.
@@ -126,7 +125,7 @@ class ResidualGrouping(Grouping):
         return sorted(queue, key=lambda w: self._urgent_first(w, tentative.now_s))
 
     def _spread(self, tentative: TentativeGroups) -> None:
-        separate(tentative, self.rules)
+        separate(tentative)
 
     def _urgent_first(self, waiting: Waiting, now_s: float) -> tuple[float, float, float, int]:
         job = waiting.job
@@ -134,11 +133,9 @@ class ResidualGrouping(Grouping):
         residual = self.speeds.residual((job.kind,), job.num_gpus)
         return (-job.priority, -urgency, residual, job.index)
 
-    def _merge(
-        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
-    ) -> None:
+    def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         ranked: dict[tuple[bool, str], list[list[_Ranked]]] = {}
-        for waiting in hosts.candidates(left):
+        for waiting in hosts.candidates():
             key = (hosts.is_new(waiting), waiting.job.base)
             if key not in ranked:
                 ranked[key] = [[], [], []]
@@ -197,17 +194,15 @@ class NetBenefit(Grouping):
         return _Sizes(self.speeds, order, cluster).choose
 
     def _spread(self, tentative: TentativeGroups) -> None:
-        separate(tentative, self.rules)
+        separate(tentative)
         grow(tentative)
 
-    def _merge(
-        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
-    ) -> None:
+    def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         refused: set[tuple[int, int, bool]] = set()
-        candidates = hosts.candidates(left)
+        candidates = hosts.candidates()
         if not candidates:
             return
-        benefit = MergeBenefit(tentative, left, num_waiting)
+        benefit = MergeBenefit(tentative, hosts)
         for waiting in candidates:
             key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
             if key in refused:
