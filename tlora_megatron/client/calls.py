@@ -19,14 +19,7 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from tlora_megatron.client.values import (
-    Event,
-    Job,
-    Page,
-    ServiceError,
-    Submitted,
-    Unreachable,
-)
+from tlora_megatron.client.values import Event, Job, Page, ServiceError, Submitted, Unreachable
 from tlora_megatron.config.job_rows import Acted, Action, JobState, RequestedAction, is_address
 
 TOKEN_VARIABLE = "TLORA_TOKEN"

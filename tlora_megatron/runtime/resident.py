@@ -16,10 +16,7 @@ import torch.distributed as dist
 from tlora_megatron import timeline
 from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.config.load import fit_job
-from tlora_megatron.config.parallel_rules import (
-    check_job_over_experts,
-    exact_shardings,
-)
+from tlora_megatron.config.parallel_rules import check_job_over_experts, exact_shardings
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach

@@ -9,13 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.fleet import (
-    Parts,
-    ends_in_bounds,
-    formed,
-    paused,
-    speeds_in_bounds,
-)
+from tlora_megatron.scheduler.fleet import Parts, ends_in_bounds, formed, paused, speeds_in_bounds
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
 from tlora_megatron.scheduler.policy import (
     Changes,

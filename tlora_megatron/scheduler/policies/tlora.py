@@ -17,13 +17,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policies.admission import (
-    Choose,
-    Grouping,
-    grow,
-    separate,
-    shrink,
-)
+from tlora_megatron.scheduler.policies.admission import Choose, Grouping, grow, separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import ClusterState, soonest_nodes
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
