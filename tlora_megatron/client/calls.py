@@ -91,7 +91,7 @@ def _is_here(address: str) -> bool:
 
 @dataclass(slots=True)
 class EventReader:
-    """Takes the lines of a stream, and gives events when they are whole."""
+    """Takes the lines of a stream, gives events when they are whole, and counts its failures."""
 
     address: str
     retries: int

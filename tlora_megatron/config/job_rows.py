@@ -1,4 +1,4 @@
-"""Jobs, their states and what is asked of them, as all parts of a service see them."""
+"""Jobs, their states, what is asked of them and where, as all parts of a service see them."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ class Grouping:
         overdue = jobs.overdue(tentative.now_s, self.rules.lookahead, cluster.may_run)
         first = {waiting.job.index for waiting in overdue}
         order = [*overdue, *(waiting for waiting in others if waiting.job.index not in first)]
-        choose, refused = self._chooser(order, cluster), set[tuple[int, int]]()
+        choose, refused = self._chooser(order), set[tuple[int, int]]()
         left: list[Waiting] = []
         for waiting in order:
             job, is_overdue, proposal = waiting.job, waiting.job.index in first, None
@@ -157,7 +157,7 @@ class Grouping:
         ordered = jobs.by_size if self.shortest_first else jobs.by_arrival
         return ordered(self.rules.lookahead, cluster.may_run)
 
-    def _chooser(self, order: Sequence[Waiting], cluster: ClusterState) -> Choose:
+    def _chooser(self, order: Sequence[Waiting]) -> Choose:
         """Chooses as many GPUs as a job asks for."""
         return lambda tentative, waiting: tentative.alone(waiting, waiting.job.num_gpus)
 

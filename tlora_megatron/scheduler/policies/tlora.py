@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.admission import Choose, Grouping, grow, separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policy import ClusterState, soonest_nodes
@@ -184,8 +183,8 @@ class NetBenefit(Grouping):
 
     shortest_first: bool = True
 
-    def _chooser(self, order: Sequence[Waiting], cluster: ClusterState) -> Choose:
-        return _Sizes(self.speeds, order, cluster).choose
+    def _chooser(self, order: Sequence[Waiting]) -> Choose:
+        return _Sizes(order).choose
 
     def _spread(self, tentative: TentativeGroups) -> None:
         separate(tentative)
@@ -236,11 +235,8 @@ class NetBenefit(Grouping):
 class _Sizes:
     """Chooses on how many GPUs a job starts: fewer than it asks for if others wait for the rest."""
 
-    def __init__(self, speeds: Speeds, order: Sequence[Waiting], cluster: ClusterState) -> None:
-        self._speeds = speeds
-        self._num_gpus = cluster.shape.num_gpus
-        asked = [waiting.job.num_gpus for waiting in order]
-        self._demand = [0, *accumulate(asked)]
+    def __init__(self, order: Sequence[Waiting]) -> None:
+        self._demand = [0, *accumulate(waiting.job.num_gpus for waiting in order)]
         self._place = {waiting.job.index: place for place, waiting in enumerate(order)}
 
     def choose(self, tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
@@ -248,7 +244,7 @@ class _Sizes:
         asked = waiting.job.num_gpus
         others = self._held_up(tentative, waiting)
         sizes = [asked >> power for power in range(asked.bit_length())]
-        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size, others)):
+        for size in sorted(sizes, key=lambda size: _cost_s(tentative, waiting, size, others)):
             proposal = tentative.alone(waiting, size)
             if proposal is not None:
                 return proposal if self._ends_earlier(tentative, waiting, proposal.group) else None
@@ -267,11 +263,14 @@ class _Sizes:
         room = self._demand[place] + tentative.free.num
         return len(self._demand) - max(place + 2, bisect_right(self._demand, room))
 
-    def _cost_s(self, waiting: Waiting, num_gpus: int, others: int) -> tuple[float, int]:
-        """Sort key: the job's own time plus the time by which it delays others, then fewer GPUs."""
-        rates = self._speeds.rates((waiting.job.kind,), num_gpus)
-        if rates is None:
-            return (float("inf"), num_gpus)
-        time_s = waiting.tokens_left / rates.total
-        others_share = (others + EXPECTED) / self._num_gpus
-        return (time_s * (1 + others_share * num_gpus), num_gpus)
+
+def _cost_s(
+    tentative: TentativeGroups, waiting: Waiting, num_gpus: int, others: int
+) -> tuple[float, int]:
+    """Sort key: the job's own time plus the time by which it delays others, then fewer GPUs."""
+    rates = tentative.speeds.rates((waiting.job.kind,), num_gpus)
+    if rates is None:
+        return (float("inf"), num_gpus)
+    time_s = waiting.tokens_left / rates.total
+    others_share = (others + EXPECTED) / tentative.shape.num_gpus
+    return (time_s * (1 + others_share * num_gpus), num_gpus)
