@@ -42,28 +42,6 @@ ROW_PARALLEL_TARGETS = (
 )
 """Targets whose input features tensor parallelism splits; all others are split by outputs."""
 
-LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
-    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
-    "linear_proj": ("o_proj", "linear_proj"),
-    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
-    "linear_fc2": ("down_proj", "linear_fc2"),
-}
-"""Targets that live on each Megatron linear of a dense layer."""
-SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
-    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
-    "shared_fc2": ("shared_expert.down_proj",),
-}
-"""Targets that live on the linears of a shared expert, in models that have one."""
-EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
-    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
-    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
-}
-"""Targets that live on the linears of routed experts; each expert has its own factors."""
-ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
-"""Those of dense linears, whose rows are the micro-batch's."""
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
-"""Linears that tensor parallelism splits by outputs."""
-
 
 def rule(doc: str, *, default: Any = ..., **limits: Any) -> Any:
     """A dataclass field with its description and limits (`ge`, `gt`, `le`, `lt`, `nonempty`)."""

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from tlora_megatron.config.job import (
-    EXPERT_LINEARS,
     EXPERT_TARGETS,
     FUSED_EXPERT_TARGETS,
     HF_TARGETS,
-    LINEAR_TARGETS,
     MEGATRON_TARGETS,
     SHARED_EXPERT_TARGETS,
     JobSpec,
@@ -27,9 +25,16 @@ KNOWN_TARGETS = (
     HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS + EXPERT_TARGETS + FUSED_EXPERT_TARGETS
 )
 _BASE_LINEAR = {
-    target: fused
-    for *single, fused in (LINEAR_TARGETS | EXPERT_LINEARS).values()
-    for target in single
+    "q_proj": "linear_qkv",
+    "k_proj": "linear_qkv",
+    "v_proj": "linear_qkv",
+    "o_proj": "linear_proj",
+    "gate_proj": "linear_fc1",
+    "up_proj": "linear_fc1",
+    "down_proj": "linear_fc2",
+    "experts.gate_proj": "experts.linear_fc1",
+    "experts.up_proj": "experts.linear_fc1",
+    "experts.down_proj": "experts.linear_fc2",
 }
 _FUSED = {"linear_qkv": "q_proj, k_proj and v_proj", "linear_fc1": "gate_proj and up_proj"}
 """Fused targets and the single modules to name instead; a block belongs to one module."""

@@ -18,21 +18,34 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tlora_megatron.config.job import (
-    ALL_LINEARS,
-    COLUMN_PARALLEL,
-    EXPERT_LINEARS,
-    LINEAR_TARGETS,
-    SHARED_EXPERT_LINEARS,
-)
 from tlora_megatron.model.backbone import Backbone, LinearsSpec
 from tlora_megatron.model.layout import ExpertPlace, LoraSharding, ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 
+LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
+    "linear_proj": ("o_proj", "linear_proj"),
+    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
+    "linear_fc2": ("down_proj", "linear_fc2"),
+}
+"""Targets that live on each Megatron linear of a dense layer."""
+SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+    "shared_fc2": ("shared_expert.down_proj",),
+}
+"""Targets that live on the linears of a shared expert, in models that have one."""
+EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
+    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
+}
+"""Targets that live on the linears of routed experts; each expert has its own factors."""
+ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
+"""Those of dense linears, whose rows are the micro-batch's."""
 _BEYOND = ((SHARED_EXPERT_LINEARS, 1 << 20), (EXPERT_LINEARS, 1 << 21))
 """Index of layer 0's shared expert and of its routed experts, beyond any dense linear's; dropout
 masks depend on them."""
+_COLUMN = ("linear_qkv", "linear_fc1", "shared_fc1", "experts_fc1")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,7 +131,7 @@ def make_site(
 ) -> Site:
     """Describes the linear `linear` of global layer `layer` on one TP rank."""
     out_size, in_size = spec.target_shape(linear)
-    kind: Literal["column", "row"] = "column" if linear in COLUMN_PARALLEL else "row"
+    kind: Literal["column", "row"] = "column" if linear in _COLUMN else "row"
     if kind == "column":
         out_size //= tp_size
     else:

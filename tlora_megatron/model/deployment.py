@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 from tlora_megatron.config.reader import read_spec
-from tlora_megatron.config.schema import ParallelSpec, Recompute, ReplicaSpec, shared_fields
+from tlora_megatron.config.schema import ParallelSpec, Recompute, ReplicaSpec
 from tlora_megatron.config.sections import expand_short_form, short_form
 from tlora_megatron.model.layout import ParallelLayout
 
@@ -69,7 +69,13 @@ class ReplicaLayout:
 
     def parallel_layout(self, num_replicas: int) -> ParallelLayout:
         """Returns the layout as the replica's own processes see it; DP counts replicas."""
-        return ParallelLayout(**shared_fields(self, ParallelLayout), dp_size=num_replicas)
+        return ParallelLayout(
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            cp_size=self.cp_size,
+            dp_size=num_replicas,
+            sequence_parallel=self.sequence_parallel,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +121,9 @@ class Deployment:
     @classmethod
     def from_specs(cls, specs: Sequence[ReplicaSpec]) -> Deployment:
         """Returns the deployment that the key `parallel.replicas` describes."""
+        names = [field.name for field in fields(ReplicaLayout)]
         return cls.of(
-            ReplicaLayout(**shared_fields(spec, ReplicaLayout))
+            ReplicaLayout(**{name: getattr(spec, name) for name in names})
             for spec in specs
             for _ in range(spec.count)
         )
@@ -232,6 +239,14 @@ def lay_out_world(parallel: ParallelSpec, world_size: int) -> ParallelLayout | D
         deployment = Deployment.for_world(parallel.replicas, world_size)
         if not deployment.is_alike:
             return deployment
-    sizes = shared_fields(parallel, ParallelLayout)
-    del sizes["lora_sharding"]  # which is chosen later
-    return ParallelLayout(**sizes).for_world(world_size)
+    layout = ParallelLayout(
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        cp_size=parallel.cp_size,
+        sequence_parallel=parallel.sequence_parallel,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        ep_size=parallel.ep_size,
+        expert_tp_size=parallel.expert_tp_size,
+    )
+    return layout.for_world(world_size)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tlora_megatron.config.job import LINEAR_TARGETS
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.cost.adapter_sizes import local_shape
+from tlora_megatron.planner.cost.adapter_sizes import LINEAR_TARGETS, local_shape
 
 
 def _llama(hidden: int, heads: int, kv_heads: int, ffn: int, head_dim: int = 128) -> ModelSpec:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.config.job import ALL_LINEARS, COLUMN_PARALLEL, SHARED_EXPERT_LINEARS
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
@@ -80,6 +79,20 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 RANK_CHUNK = 16
 """Ranks are stored in multiples of this number, `ops.lora.tiling.RANK_CHUNK`."""
 
+LINEAR_TARGETS: dict[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "linear_qkv"),
+    "linear_proj": ("o_proj", "linear_proj"),
+    "linear_fc1": ("gate_proj", "up_proj", "linear_fc1"),
+    "linear_fc2": ("down_proj", "linear_fc2"),
+}
+"""Targets on each Megatron linear; a copy of `layers.sites`, which needs torch."""
+SHARED_EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "shared_fc1": ("shared_expert.gate_proj", "shared_expert.up_proj"),
+    "shared_fc2": ("shared_expert.down_proj",),
+}
+"""Those on the linears of a shared expert, in models that have one; likewise a copy."""
+ALL_LINEARS = LINEAR_TARGETS | SHARED_EXPERT_LINEARS
+COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", "shared_fc1")
 _ATTENTION = ("linear_qkv", "linear_proj")
 
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tlora_megatron.config.job import EXPERT_LINEARS
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.cost.adapter_sizes import JobSums, chunked
 from tlora_megatron.planner.cost.experts import ExpertSplit
@@ -19,6 +18,11 @@ from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
 
+EXPERT_LINEARS: dict[str, tuple[str, ...]] = {
+    "experts_fc1": ("experts.gate_proj", "experts.up_proj", "experts.linear_fc1"),
+    "experts_fc2": ("experts.down_proj", "experts.linear_fc2"),
+}
+"""Targets on each linear of routed experts; a copy of `layers.sites`, which needs torch."""
 _FP32 = 4
 ARENA_RANKS = 8
 """Rank columns that an adapter's are filled up to, `layers.arenas.RANK_ALIGNMENT`."""

@@ -15,17 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.config.job import (
-    ALL_LINEARS,
-    EXPERT_TARGETS,
-    FUSED_EXPERT_TARGETS,
-    SHARED_EXPERT_LINEARS,
-)
+from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS
 from tlora_megatron.model.experts import ExpertsSpec
 from tlora_megatron.model.gpt_oss import refuse_gpt_oss
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import dense_linears
+from tlora_megatron.planner.cost.adapter_sizes import (
+    ALL_LINEARS,
+    SHARED_EXPERT_LINEARS,
+    dense_linears,
+)
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.layouts import group_span
 from tlora_megatron.planner.workload import JobLoad

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.planner_case import HARDWARE, LLAMA_8B, SPEC, job, memory_use
-from tlora_megatron.layers import arenas, vocabulary_head
+from tlora_megatron.layers import arenas, sites, vocabulary_head
 from tlora_megatron.ops.lora import tiling
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.cost import adapter_sizes, expert_adapters, memory
@@ -32,6 +32,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def test_what_the_model_shares_with_the_run_is_the_same_there() -> None:
+    assert adapter_sizes.LINEAR_TARGETS == sites.LINEAR_TARGETS
+    assert adapter_sizes.SHARED_EXPERT_LINEARS == sites.SHARED_EXPERT_LINEARS
     assert vocabulary_head.ROWS_AT_ONCE == memory.HEAD_ROWS
     assert tiling.RANK_CHUNK == adapter_sizes.RANK_CHUNK
     assert arenas.RANK_ALIGNMENT == expert_adapters.ARENA_RANKS
