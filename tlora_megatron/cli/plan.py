@@ -38,7 +38,6 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
-from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,
@@ -150,7 +149,7 @@ def _show_deployments(args: argparse.Namespace, inputs: PlanInputs) -> int:
         document = deployments_document(result, args.gpus, args.top) | advice_document(advice)
         print(json.dumps(document, indent=2))
     else:
-        print_deployments(open_console(), result, inputs.hardware, args.gpus, args.top)
+        print_deployments(open_console(), result, inputs)
         if advice is not None:
             print_advice(open_console(), advice, " with replicas alike")
     if result.best is None:
@@ -161,10 +160,9 @@ def _show_deployments(args: argparse.Namespace, inputs: PlanInputs) -> int:
     return 0
 
 
-def print_deployments(
-    console: Console, result: DeploymentResult, hardware: HardwareProfile, num_gpus: int, top: int
-) -> None:
+def print_deployments(console: Console, result: DeploymentResult, inputs: PlanInputs) -> None:
     """Prints the deployments with their distance to the bound, and which one is to be taken."""
+    hardware, num_gpus = inputs.hardware, inputs.num_gpus
     console.print(
         f"{result.tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} (profile "
         f"{hardware.name}: {hardware.source}, {hardware.date})"
@@ -174,7 +172,7 @@ def print_deployments(
         return
     numbers = ("tokens/s", "GPU-s", "undivided", "over bound", "busy", "depth")
     table = make_table("", "replicas", *numbers, right=("", *numbers), words=("replicas",))
-    for place, entry in enumerate(result.ranked[:top], start=1):
+    for place, entry in enumerate(result.ranked[: inputs.top], start=1):
         sampled = entry.sampled
         table.add_row(
             str(place),

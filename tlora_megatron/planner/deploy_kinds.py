@@ -23,7 +23,7 @@ from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.fit import BUDGETS
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.planner.workload import JobLoad, longest_of
 
 _SIZES = (1, 2, 4, 8)
 """Sizes of TP, PP and CP: with powers of two no replica's ranks straddle nodes."""
@@ -100,11 +100,6 @@ class Kind:
     def _of(self, rows: int) -> Kind:
         """The layout under the recompute of a sequence of so many rows."""
         return next((kind for kind in self.by_rows if rows <= kind.curve.budget), self)
-
-
-def longest_of(jobs: Iterable[JobLoad]) -> int:
-    """Rows of the longest sequence that some replica must hold, for training or evaluation."""
-    return max(max(job.lengths.longest, job.longest_eval) for job in jobs)
 
 
 def length_classes(jobs: Sequence[JobLoad]) -> list[LengthClass]:

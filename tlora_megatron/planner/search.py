@@ -22,7 +22,7 @@ from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.fit import Dropped, Drops, Fit, SpeedBound
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace, with_experts
-from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
+from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs, longest_of
 
 MOST_GPUS = 4096
 """Most GPUs that are planned for."""
@@ -284,8 +284,7 @@ class GroupModel:
 
     def holds(self, jobs: Sequence[JobLoad], plan: Plan) -> bool:
         """True if a group that runs under a plan can go on under it with these jobs."""
-        longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
-        if longest > plan.micro_batch_tokens or job_misfit(jobs, plan) is not None:
+        if longest_of(jobs) > plan.micro_batch_tokens or job_misfit(jobs, plan) is not None:
             return False
         use = MemoryModel(self.spec, jobs, self.hardware).use(plan)
         return use.total_bytes <= self.hardware.memory_bytes
