@@ -206,25 +206,14 @@ class ReplicaCurve:
 
 
 def _fitted(
-    short: int,
-    long: int,
-    budget: int,
-    *,
-    short_s: float,
-    long_s: float,
-    half_s: float,
-    stages: int = 1,
+    lengths: tuple[int, int], seconds: tuple[float, float, float], budget: int, stages: int = 1
 ) -> ReplicaCurve:
-    """The curve through the times of micro-batches of short and of long sequences.
+    """The curve through the times of `budget` rows of short and of long sequences.
 
-    The two lengths give the linear and the quadratic part, half a micro-batch the part that is
-    there whatever its rows.
-
-    Args:
-        short, long: rows of the sequences.
-        short_s, long_s: seconds of `budget` rows of them.
-        half_s: seconds of half as many rows of short ones.
+    The third time is that of half as many rows of short ones. The two lengths give the linear and
+    the quadratic part, half a micro-batch the part that is there whatever its rows.
     """
+    (short, long), (short_s, long_s, half_s) = lengths, seconds
     square_s = max(0.0, (long_s - short_s) / budget / max(1, long - short))
     fixed_s = min(max(0.0, 2 * half_s - short_s), short_s / 2)
     return ReplicaCurve(
@@ -254,15 +243,12 @@ class CurveModel:
         plan = replace(plan, dp_size=1)
         rows = plan.micro_batch_tokens
         full, half = self._load(rows), self._load(rows // 2)
-        return _fitted(
-            _SHORT,
-            self._long,
-            rows,
-            short_s=busy_s(self._short_model.step_cost(plan, full)),
-            long_s=busy_s(self._long_model.step_cost(plan, full)),
-            half_s=busy_s(self._short_model.step_cost(plan, half)),
-            stages=plan.pp_size,
+        seconds = (
+            _busy_s(self._short_model.step_cost(plan, full)),
+            _busy_s(self._long_model.step_cost(plan, full)),
+            _busy_s(self._short_model.step_cost(plan, half)),
         )
+        return _fitted((_SHORT, self._long), seconds, rows, plan.pp_size)
 
     def _load(self, rows: int) -> RoundLoad:
         """A full micro-batch with every job's part of the rows."""
@@ -276,7 +262,7 @@ class CurveModel:
         )
 
 
-def busy_s(cost: StepCost) -> float:
+def _busy_s(cost: StepCost) -> float:
     """Time of a round without the bubble, and what it does once, whatever it holds."""
     beside = cost.gradient_sync_s + cost.optimizer_s + cost.round_s + cost.bubble_s
     return cost.step_time_s - beside
@@ -311,18 +297,15 @@ def replica_rate(
     if table is not None:
         plan = replace(plan, recompute=table.of(short))
     of_long = plan if table is None else replace(plan, recompute=table.of(long))
-    curve = _fitted(
-        short,
-        long,
-        rows,
-        short_s=_busy_s(model, plan, rows, 0),
-        long_s=_busy_s(model, of_long, rows, 1),
-        half_s=_busy_s(model, plan, rows // 2, 0),
+    seconds = (
+        _alone_s(model, plan, rows, 0),
+        _alone_s(model, of_long, rows, 1),
+        _alone_s(model, plan, rows // 2, 0),
     )
-    return curve.rate
+    return _fitted((short, long), seconds, rows).rate
 
 
-def _busy_s(model: CostModel, plan: Plan, rows: int, slot: int) -> float:
+def _alone_s(model: CostModel, plan: Plan, rows: int, slot: int) -> float:
     """Time of one micro-batch on one replica, all of whose rows are one job's."""
     length = model.jobs[slot].lengths.longest
     own = [float(rows * plan.dp_size) if job == slot else 0.0 for job in range(len(model.jobs))]
@@ -333,4 +316,4 @@ def _busy_s(model: CostModel, plan: Plan, rows: int, slot: int) -> float:
         job_sequences=tuple(math.ceil(n / length) * 1.0 for n in own),
         steps=(0.0,) * len(own),
     )
-    return busy_s(model.step_cost(plan, load))
+    return _busy_s(model.step_cost(plan, load))
