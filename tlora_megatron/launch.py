@@ -52,7 +52,7 @@ class Launcher:
 
     def sharding_resolver(self) -> ShardingResolver:
         """Returns the function with which `tlora train` chooses a run's LoRA sharding, too."""
-        from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
+        from tlora_megatron.runtime.choices import resolve_lora_sharding
 
         return resolve_lora_sharding
 

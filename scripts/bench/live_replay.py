@@ -34,7 +34,7 @@ from scripts.bench.harness.rows import Figures
 from scripts.bench.simulate.cases import SOURCES, Source
 from tests.helpers.fake_engine import FakeEngine
 from tests.helpers.fake_gang import FakeTimes, FakeWork
-from tlora_megatron.planner.group import GroupModel
+from tlora_megatron.planner.search import GroupModel
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.service.control.controller import Controller

@@ -25,9 +25,8 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import BlackBoxMixin, make_multi_adapter
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.runtime.backbone import KnownBase, open_backbone
-from tlora_megatron.runtime.own_replica import own_replica
-from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
+from tlora_megatron.runtime.backbone import KnownBase, open_backbone, own_replica
+from tlora_megatron.runtime.choices import resolve_lora_sharding
 from tlora_megatron.training.run.training_run import TrainingRun
 from tlora_megatron.training.super_model import SuperModel
 

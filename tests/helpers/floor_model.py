@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost, Rules
+from tlora_megatron.scheduler.policy import NO_COST, ClusterShape, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Job
 from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.cluster import Faults
 from tlora_megatron.sim.ledger import Ledger
-from tlora_megatron.sim.simulator import Simulator
-
-FREE = RegroupCost(
-    admit_s=0.0, replan_s=0.0, state_bytes_per_s=float("inf"), weights_bytes_per_s=float("inf")
-)
-"""Changes to groups cost nothing."""
+from tlora_megatron.sim.study import Simulator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +112,7 @@ class World:
         self,
         policy: str | Policy,
         *,
-        cost: RegroupCost = FREE,
+        cost: RegroupCost = NO_COST,
         rules: dict[str, Any] | None = None,
         **more: Any,
     ) -> Ledger:

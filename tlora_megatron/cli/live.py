@@ -12,7 +12,7 @@ from typing import Any
 from tlora_megatron.cli.tables import open_console, refuse_duplicates
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import fit_job, read_gang_config
-from tlora_megatron.config.reader import ConfigError, apply_override, must, read_document, unknown
+from tlora_megatron.config.reader import ConfigError, must, read_document, unknown
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import as_job_list, ignored_job_settings, job_to_dict, read_jobs
@@ -95,9 +95,7 @@ def _refuse_overlooked(args: argparse.Namespace) -> None:
 def _output_dir(args: argparse.Namespace) -> Path:
     if Path(args.config).is_dir():
         return Path(args.config).resolve()
-    document = read_document(Path(args.config))
-    for override in args.overrides:
-        apply_override(document, override)
+    document = read_document(Path(args.config), overrides=args.overrides)
     run = document.get("run", {})
     # No more of it: what its jobs have read may be gone by now.
     folder = args.output_dir or (run.get("output_dir") if isinstance(run, dict) else None)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.cli.plan_deployments import (
-    advice_document,
-    deployments_document,
-    print_advice,
-    print_deployments,
-)
+from rich.console import Console
+
 from tlora_megatron.cli.plan_ranking import (
     PlanInputs,
     print_explanation,
@@ -27,34 +24,35 @@ from tlora_megatron.cli.plan_ranking import (
 from tlora_megatron.cli.planner_options import (
     DEFAULT_HARDWARE,
     add_hardware_arguments,
+    add_slurm_arguments,
     add_space_arguments,
     asked_runner,
     naming_flags,
     search_space,
 )
-from tlora_megatron.cli.tables import check_output, open_console
+from tlora_megatron.cli.tables import check_output, make_table, open_console
 from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
 from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
-from tlora_megatron.planner.deploy import deploy
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
-from tlora_megatron.runtime.planning.deployments import check_deployable, write_deployment
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,
     check_base,
     check_experts,
     jobs_file,
+    write_deployment,
     write_plan,
 )
 from tlora_megatron.runtime.planning.plan_inputs import (
+    base_shape,
+    check_deployable,
     other_profiles,
     parse_lengths,
     plan_jobs,
-    plan_model,
     run_hardware,
 )
 from tlora_megatron.runtime.planning.slurm_file import SlurmOptions
@@ -115,34 +113,8 @@ def add_parser(commands: Any) -> None:
         help="write the files that run the plan of --explain's rank, or the first; "
         f"KIND: {', '.join(KINDS)}",
     )
-    _add_slurm_arguments(parser)
+    add_slurm_arguments(parser)
     parser.set_defaults(command=run)
-
-
-def _add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what only you know of a cluster (--write slurm)")
-    group.add_argument(
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an option of sbatch, such as account=NAME, partition=NAME or time=12:00:00 (its "
-        "default: 24:00:00); NAME= leaves out what would be written (repeatable)",
-    )
-    group.add_argument(
-        "--setup",
-        action="append",
-        default=[],
-        metavar="LINE",
-        help="a shell line before the start, such as 'module load cuda' or 'export "
-        "NCCL_SOCKET_IFNAME=ib0' (repeatable)",
-    )
-    group.add_argument(
-        "--environment",
-        metavar="LINE",
-        help="the shell line that activates the environment of the run (default: the venv or conda "
-        "environment that tlora plan runs in)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,35 +124,32 @@ def run(args: argparse.Namespace) -> int:
         sbatch=tuple(args.sbatch), setup=tuple(args.setup), environment=args.environment
     )
     inputs = _load(args)
-    with naming_flags(args):
-        space = search_space(args, inputs.config)
     if args.replicas == "any":
-        return _show_deployments(args, inputs, space)
+        return _show_deployments(args, inputs)
     with naming_flags(args):
-        asked = inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space
-        result = search(*asked, may_idle=True)
+        result = search(*inputs.asked, may_idle=True)
     chosen = _chosen(args, result)
-    _show(args, inputs, result, space)
+    _show(args, inputs, result)
     if chosen is None:
         return 1
     if args.explain is not None and not args.json:
         print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
     if args.write is not None:
-        _write(args, inputs, chosen, space, slurm)
+        _write(args, inputs, chosen, slurm)
     return 0
 
 
-def _show_deployments(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) -> int:
+def _show_deployments(args: argparse.Namespace, inputs: PlanInputs) -> int:
     """Finds replicas of any kinds, prints them, and writes a configuration if asked to."""
     check_deployable(inputs.config)
     with naming_flags(args):
-        result = deploy(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space)
-    advice = None if result.best is not None else _advice(args, inputs, space)
+        result = deploy(*inputs.asked)
+    advice = None if result.best is not None else _advice(inputs)
     if args.json:
         document = deployments_document(result, args.gpus, args.top) | advice_document(advice)
         print(json.dumps(document, indent=2))
     else:
-        print_deployments(open_console(), result, inputs.hardware, args.gpus, args.top)
+        print_deployments(open_console(), result, inputs)
         if advice is not None:
             print_advice(open_console(), advice, " with replicas alike")
     if result.best is None:
@@ -189,6 +158,69 @@ def _show_deployments(args: argparse.Namespace, inputs: PlanInputs, space: Searc
         line = write_deployment(Path(args.write[1]), inputs.config, result.best, inputs.hardware)
         _tell_written(args, inputs, [line])
     return 0
+
+
+def print_deployments(console: Console, result: DeploymentResult, inputs: PlanInputs) -> None:
+    """Prints the deployments with their distance to the bound, and which one is to be taken."""
+    hardware, num_gpus = inputs.hardware, inputs.num_gpus
+    console.print(
+        f"{result.tokens:,.0f} tokens in all batches, on {num_gpus} x {hardware.gpu} (profile "
+        f"{hardware.name}: {hardware.source}, {hardware.date})"
+    )
+    if not result.ranked:
+        console.print("no replica holds the longest sequence", style="red")
+        return
+    numbers = ("tokens/s", "GPU-s", "undivided", "over bound", "busy", "depth")
+    table = make_table("", "replicas", *numbers, right=("", *numbers), words=("replicas",))
+    for place, entry in enumerate(result.ranked[: inputs.top], start=1):
+        sampled = entry.sampled
+        table.add_row(
+            str(place),
+            entry.label,
+            f"{result.tokens / entry.time_s:,.0f}",
+            f"{entry.time_s * num_gpus:,.2f}",
+            f"{entry.fluid_s * num_gpus:,.2f}",
+            f"{entry.gap:.1%}",
+            "-" if sampled is None else f"{sampled.busy_share:.1%}",
+            "-" if sampled is None else str(sampled.depth),
+        )
+    console.print(table)
+    console.print(
+        f"bound of all deployments: {result.bound_s * num_gpus:,.2f} GPU-s; {result.num_kinds} "
+        f"kinds of replicas fit, {result.num_undominated} are worth mixing"
+    )
+    first = result.ranked[0]
+    kind = "alike" if first.is_alike else "unlike"
+    console.print(f"to take: {first.label} ({kind}: unlike ones must win by {MARGIN:.0%})")
+
+
+def deployments_document(result: DeploymentResult, num_gpus: int, top: int) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    return {
+        "num_gpus": num_gpus,
+        "tokens": result.tokens,
+        "bound_gpu_s": result.bound_s * num_gpus if result.ranked else None,
+        "kinds_that_fit": result.num_kinds,
+        "kinds_worth_mixing": result.num_undominated,
+        "deployments": [_document(result, entry, num_gpus) for entry in result.ranked[:top]],
+    }
+
+
+def _document(result: DeploymentResult, entry: RankedDeployment, num_gpus: int) -> dict[str, Any]:
+    pairs = zip(entry.replicas.kinds, entry.replicas.counts, strict=True)
+    return {
+        "replicas": entry.label,
+        "alike": entry.is_alike,
+        "tokens_per_s": result.tokens / entry.time_s,
+        "gpu_s": entry.time_s * num_gpus,
+        "undivided_gpu_s": entry.fluid_s * num_gpus,
+        "over_bound": entry.gap,
+        "sampled": None if entry.sampled is None else entry.sampled._asdict(),
+        "kinds": [
+            {"count": count, **asdict(kind.layout), "rate": asdict(kind.curve.rate)}
+            for kind, count in pairs
+        ],
+    }
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -202,9 +234,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
         given = getattr(args, name)
         if given and (args.write is None or args.write[0] != "slurm"):
             raise must(f"--{name}", "come with --write slurm", given)
-    if (args.vpp or 1) > 1 and asked_runner(args) in ("train", "deepspeed"):
+    if (args.vpp_size or 1) > 1 and asked_runner(args) in ("train", "deepspeed"):
         remedy = "virtual stages are Megatron-LM's: --runs-in or --write megatron"
-        raise must("--vpp", f"be 1 for {asked_runner(args)}", args.vpp, remedy)
+        raise must("--vpp", f"be 1 for {asked_runner(args)}", args.vpp_size, remedy)
     if args.replicas == "any" and args.runs_in not in (None, "train", "any"):
         raise must("--runs-in", "be train with --replicas any", args.runs_in)
     if args.write is None:
@@ -228,34 +260,50 @@ def _load(args: argparse.Namespace) -> PlanInputs:
     )
     check_base(config.base_model, asked_runner(args))
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     check_experts(spec, asked_runner(args))
-    for name in ("ep", "expert_tp"):
-        given = getattr(args, name)
+    for option, given in (("--ep", args.ep_size), ("--expert-tp", args.expert_tp_size)):
         if spec.experts is None and given is not None:
-            option = f"--{name.replace('_', '-')}"
             raise must(option, "be absent for a base without routed experts", given)
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
-    return PlanInputs(
-        config=config,
-        spec=spec,
-        jobs=plan_jobs(config, spec, lengths),
-        hardware=hardware,
-        num_gpus=args.gpus,
-        top=args.top,
-    )
+    jobs = plan_jobs(config, spec, lengths)
+    with naming_flags(args):
+        return PlanInputs(
+            config=config,
+            spec=spec,
+            jobs=jobs,
+            hardware=hardware,
+            num_gpus=args.gpus,
+            top=args.top,
+            space=search_space(args, config),
+        )
 
 
-def _advice(args: argparse.Namespace, inputs: PlanInputs, space: SearchSpace) -> Advice:
+def _advice(inputs: PlanInputs) -> Advice:
     """Looks for changes that would make a plan fit, where none does."""
-    profiles = other_profiles(inputs.hardware)
-    return advise(inputs.spec, inputs.jobs, inputs.hardware, args.gpus, space, profiles)
+    return advise(*inputs.asked, other_profiles(inputs.hardware))
 
 
-def _show(
-    args: argparse.Namespace, inputs: PlanInputs, result: SearchResult, space: SearchSpace
-) -> None:
-    advice = None if result.plans else _advice(args, inputs, space)
+def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
+    """Prints a line for each change that helps the replicas, or why none does."""
+    for remedy in advice.remedies:
+        console.print(f"would fit{replicas}: {remedy}")
+    if advice.why_none:
+        console.print(advice.why_none)
+
+
+def advice_document(advice: Advice | None) -> dict[str, Any]:
+    """The keys that `--json` adds; for None a plan fits, and nobody asked."""
+    if advice is None:
+        return {"would_fit": [], "why_nothing_fits": None}
+    return {
+        "would_fit": [str(remedy) for remedy in advice.remedies],
+        "why_nothing_fits": advice.why_none or None,
+    }
+
+
+def _show(args: argparse.Namespace, inputs: PlanInputs, result: SearchResult) -> None:
+    advice = None if result.plans else _advice(inputs)
     if args.json:
         print(json.dumps(result_document(result, inputs) | advice_document(advice), indent=2))
     else:
@@ -290,7 +338,6 @@ def _write(
     args: argparse.Namespace,
     inputs: PlanInputs,
     chosen: RankedPlan,
-    space: SearchSpace,
     slurm: SlurmOptions,
 ) -> None:
     """Writes the files of `--write` and prints how to start them."""
@@ -303,7 +350,7 @@ def _write(
             spec=inputs.spec,
             ranked=chosen,
             hardware=inputs.hardware,
-            asked_sharding=space.lora_sharding,
+            asked_sharding=inputs.space.lora_sharding,
             slurm=slurm,
         )
     except OSError as error:

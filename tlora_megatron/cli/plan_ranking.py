@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from tlora_megatron.cli.plan_deployments import pipeline_cell, print_idle
 from tlora_megatron.cli.tables import make_table
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.model.spec import ModelSpec, count_parameters
-from tlora_megatron.planner.candidate import runners
+from tlora_megatron.planner.candidate import Plan, runners
 from tlora_megatron.planner.cost import memory, step_terms
 from tlora_megatron.planner.deploy_sampled import outlook_of_teams, saved_by_rows
 from tlora_megatron.planner.fit import Dropped
 from tlora_megatron.planner.hardware import HardwareProfile
+from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import RankedPlan, SearchResult
 from tlora_megatron.planner.workload import JobLoad
 
@@ -26,6 +26,10 @@ _BAR = 40
 _SHOWN_REASONS = 8
 _WORTH_TELLING = 0.03
 """Gain at which a proposal is worth a line: predictions err by 2.5 %."""
+_AS_FAST = 0.99
+"""Share of the best plan's speed that counts as the same."""
+_FAR_FEWER = 0.9
+"""Share of the GPUs that a plan as fast may use at most to be told."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +42,12 @@ class PlanInputs:
     hardware: HardwareProfile
     num_gpus: int
     top: int
+    space: SearchSpace = field(default_factory=SearchSpace)
+
+    @property
+    def asked(self) -> tuple[ModelSpec, Sequence[JobLoad], HardwareProfile, int, SearchSpace]:
+        """The question to the planner."""
+        return self.spec, self.jobs, self.hardware, self.num_gpus, self.space
 
 
 def print_result(console: Console, result: SearchResult, inputs: PlanInputs) -> None:
@@ -73,6 +83,50 @@ def print_result(console: Console, result: SearchResult, inputs: PlanInputs) -> 
     else:
         console.print("no plan fits", style="red")
     _print_dropped(console, result.dropped)
+
+
+def pipeline_cell(plan: Plan) -> str:
+    """Number of stages; of uneven ones also the layers of the first and the last."""
+    ends = plan.first_stage_layers, plan.last_stage_layers
+    if plan.is_even:
+        return str(plan.pp_size)
+    return f"{plan.pp_size} ({', '.join('' if n is None else str(n) for n in ends)})"
+
+
+def print_idle(
+    console: Console, result: SearchResult, jobs: Sequence[JobLoad], num_gpus: int
+) -> None:
+    """Names the GPUs that the best plan leaves idle, and a plan on far fewer that is as fast."""
+    best = result.best
+    if best is None:
+        return
+    left = num_gpus - best.plan.num_gpus
+    if left:
+        console.print(
+            f"plan 1 uses {best.plan.num_gpus:,} of {num_gpus:,} GPUs and leaves {left:,} idle"
+        )
+    rank, thrifty = thriftiest(result)
+    used = thrifty.plan.num_gpus
+    if used <= _FAR_FEWER * num_gpus:
+        sequences = sum(job.batch_size for job in jobs)
+        share = thrifty.cost.tokens_per_s / best.cost.tokens_per_s
+        console.print(
+            f"more than {used:,} of {num_gpus:,} GPUs hardly help with {sequences:,} sequences in "
+            f"all batches: plan {rank} has {share:.1%} of the best plan's speed on {used:,}",
+            style="yellow",
+        )
+
+
+def thriftiest(result: SearchResult) -> tuple[int, RankedPlan]:
+    """The plan with the fewest GPUs among those as fast as the best one, with its rank."""
+    least = _AS_FAST * max(ranked.cost.tokens_per_s for ranked in result.plans)
+    fast = (
+        (ranked.plan.num_gpus, rank, ranked)
+        for rank, ranked in enumerate(result.plans, start=1)
+        if ranked.cost.tokens_per_s >= least
+    )
+    _, rank, found = min(fast, key=lambda own: own[:2])
+    return rank, found
 
 
 def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]]:

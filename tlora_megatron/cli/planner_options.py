@@ -13,11 +13,13 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import SHARDINGS, Runner
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import NothingAllowed
-from tlora_megatron.runtime.planning.plan_files import overrides_of
+from tlora_megatron.runtime.planning.plan_files import deployment_overrides, overrides_of
 from tlora_megatron.runtime.planning.plan_inputs import (
-    largest_portion,
+    base_shape,
+    best_deployment,
+    best_plan,
+    open_space,
     parse_lengths,
-    plan_model,
     run_hardware,
 )
 
@@ -64,9 +66,6 @@ def check_plan_arguments(args: argparse.Namespace) -> None:
 
 def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
     """The best plan for this run's processes, as overrides; `ValueError` if none fits."""
-    from tlora_megatron.runtime.planning.deployments import best_deployment, deployment_overrides
-    from tlora_megatron.runtime.planning.plan_inputs import best_plan
-
     starts_here = "RANK" not in os.environ
     num_gpus = (args.nproc or 1) if starts_here else int(os.environ["WORLD_SIZE"])
     hardware = run_hardware(args.hardware or DEFAULT_HARDWARE, config)
@@ -86,7 +85,7 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
             f"{best.memory.total_bytes / 2**30:.1f} GiB predicted (profile {hardware.name}, "
             f"{hardware.source} {hardware.date})"
         )
-    has_experts = plan_model(config).experts is not None
+    has_experts = base_shape(config.base_model).experts is not None
     return overrides_of(config, best.plan, has_experts=has_experts)
 
 
@@ -110,16 +109,19 @@ _FLAGS = {
 def add_space_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds an option for each choice of the planner that may be fixed."""
     for name, what in (
-        ("tp", "tensor-parallel size"),
-        ("pp", "number of pipeline stages"),
-        ("vpp", "number of model chunks per stage (virtual pipeline)"),
-        ("cp", "context-parallel size"),
-        ("ep", "expert-parallel size (bases with routed experts)"),
-        ("expert-tp", "tensor-parallel size of routed experts: 1, or TP"),
-        ("tokens", "number of micro-batch tokens"),
+        ("tp_size", "tensor-parallel size"),
+        ("pp_size", "number of pipeline stages"),
+        ("vpp_size", "number of model chunks per stage (virtual pipeline)"),
+        ("cp_size", "context-parallel size"),
+        ("ep_size", "expert-parallel size (bases with routed experts)"),
+        ("expert_tp_size", "tensor-parallel size of routed experts: 1, or TP"),
+        ("micro_batch_tokens", "number of micro-batch tokens"),
     ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"fix the {what}")
-    parser.add_argument("--sp", choices=("on", "off"), help="fix sequence parallelism")
+        what = f"fix the {what}"
+        parser.add_argument(_FLAGS[name], dest=name, type=int, metavar="N", help=what)
+    parser.add_argument(
+        "--sp", dest="sequence_parallel", choices=("on", "off"), help="fix sequence parallelism"
+    )
     parser.add_argument(
         "--lora-sharding",
         choices=SHARDINGS,
@@ -134,25 +136,39 @@ def add_space_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_slurm_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what only you know of a cluster (--write slurm)")
+    group.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of sbatch, such as account=NAME, partition=NAME or time=12:00:00 (its "
+        "default: 24:00:00); NAME= leaves out what would be written (repeatable)",
+    )
+    group.add_argument(
+        "--setup",
+        action="append",
+        default=[],
+        metavar="LINE",
+        help="a shell line before the start, such as 'module load cuda' or 'export "
+        "NCCL_SOCKET_IFNAME=ib0' (repeatable)",
+    )
+    group.add_argument(
+        "--environment",
+        metavar="LINE",
+        help="the shell line that activates the environment of the run (default: the venv or conda "
+        "environment that tlora plan runs in)",
+    )
+
+
 def search_space(args: argparse.Namespace, config: RunConfig) -> SearchSpace:
     """Returns what the options and the configuration leave open."""
-    asked = config.parallel.lora_sharding
-    return SearchSpace(
-        tp_size=args.tp,
-        pp_size=args.pp,
-        vpp_size=args.vpp,
-        cp_size=args.cp,
-        ep_size=args.ep,
-        expert_tp_size=args.expert_tp,
-        sequence_parallel=None if args.sp is None else args.sp == "on",
-        lora_sharding=args.lora_sharding or (None if asked == "auto" else asked),
-        recompute=args.recompute,
-        micro_batch_tokens=args.tokens,
-        largest_portion=largest_portion(config),
-        runs_in=asked_runner(args),
-        shard_optimizer=config.parallel.shard_optimizer or None,
-        deterministic=config.run.deterministic or None,
-    )
+    known = {name: getattr(args, name, None) for name in _FLAGS}
+    given = {name: value for name, value in known.items() if value is not None}
+    if "sequence_parallel" in given:
+        given["sequence_parallel"] = args.sequence_parallel == "on"
+    return open_space(config, **given | {"runs_in": asked_runner(args)})
 
 
 def asked_runner(args: argparse.Namespace) -> Runner | None:
@@ -160,7 +176,7 @@ def asked_runner(args: argparse.Namespace) -> Runner | None:
     if args.runs_in is not None:
         return None if args.runs_in == "any" else args.runs_in
     if args.write is None:
-        return "megatron" if (args.vpp or 1) > 1 else "train"
+        return "megatron" if (args.vpp_size or 1) > 1 else "train"
     kind = args.write[0]
     return "train" if kind == "slurm" else kind
 
@@ -174,7 +190,7 @@ def naming_flags(args: argparse.Namespace) -> Iterator[None]:
         given = ", ".join(
             f"{flag} {value}"
             for name, flag in _FLAGS.items()
-            if name in error.fixed and (value := getattr(args, flag[2:].replace("-", "_")))
+            if name in error.fixed and (value := getattr(args, name))
         )
         what = "what is fixed" if given else "the jobs and the configuration"
         raise must(what, f"allow some plan on --gpus {args.gpus}", given or error.fixed) from None

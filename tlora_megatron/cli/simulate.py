@@ -19,6 +19,7 @@ from rich.progress import (
 
 from tlora_megatron.cli.tables import check_output, make_table, open_console
 from tlora_megatron.config.reader import must, read_spec
+from tlora_megatron.config.schema import shared_fields
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster import FaultRates, load_cluster
 from tlora_megatron.sim.report import (
@@ -110,7 +111,8 @@ def _add_trace_arguments(parser: argparse.ArgumentParser) -> None:
         default=TraceShape().oversize,
         help="jobs larger than the cluster: leave out, or give all GPUs (default: skip)",
     )
-    add("--jobs", type=int, metavar="N", help="keep only the first N jobs")
+    only = "keep only the first N jobs"
+    add("--jobs", dest="most_jobs", type=int, metavar="N", help=only)
     add("--max-slowdown", type=float, help="bound on every job's slowdown (default: the mix's)")
     group = parser.add_argument_group("failures and cancellations")
     _add_floats(group, FaultRates(), _FAULTS)
@@ -163,17 +165,10 @@ def _options(args: argparse.Namespace) -> Options:
     if args.max_slowdown is not None and not args.max_slowdown >= 1:
         raise must("--max-slowdown", "be at least 1", args.max_slowdown)
     return Options(
-        shape=TraceShape(
-            only_completed=args.only_completed,
-            sample=args.sample,
-            gpu_divisor=args.gpu_divisor,
-            oversize=args.oversize,
-            most_jobs=args.jobs,
-            load=args.load,
-        ),
+        shape=TraceShape(**shared_fields(args, TraceShape)),
         seed=args.seed,
         max_slowdown=args.max_slowdown,
-        faults=read_spec(FaultRates, {name: getattr(args, name) for name in _FAULTS}, "faults"),
+        faults=read_spec(FaultRates, shared_fields(args, FaultRates), "faults"),
     )
 
 

@@ -90,7 +90,8 @@ _BUSY_ENOUGH = 0.9
 def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> None:
     """Prints from `summary.json` a run's jobs before and after, its speed, and results."""
     jobs = summary.get("jobs", {})
-    is_evaluated = any(_is_evaluated(job) for job in jobs.values())
+    measured = [f"{key}_{when}" for key in _RESULTS for when in _WHEN]
+    is_evaluated = any(job.get(key) is not None for job in jobs.values() for key in measured)
     results = ("eval loss", "exact match") if is_evaluated else ("last loss",)
     table = make_table("job", "status", "rank", "steps", *results, "tokens", words=("job",))
     for name, job in jobs.items():
@@ -178,10 +179,6 @@ def make_table(*columns: str, right: Collection[str] = (), words: Collection[str
         else:
             table.add_column(column, justify=justify, no_wrap=True)
     return table
-
-
-def _is_evaluated(job: dict[str, Any]) -> bool:
-    return any(job.get(f"{key}_{when}") is not None for key in _RESULTS for when in _WHEN)
 
 
 def _run_cells(job: dict[str, Any], *, is_evaluated: bool) -> tuple[str, ...]:

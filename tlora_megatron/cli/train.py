@@ -235,8 +235,7 @@ _DECISIONS = (
     "tlora_megatron.integrations.megatron.nano_batches",
     "tlora_megatron.ops.kernel_build",
     "tlora_megatron.runtime.backbone",
-    "tlora_megatron.runtime.own_replica",
-    "tlora_megatron.runtime.recompute_choice",
+    "tlora_megatron.runtime.choices",
     "tlora_megatron.training.round_timing",
     "tlora_megatron.training.run.determinism",
 )

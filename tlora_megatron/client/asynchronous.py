@@ -18,11 +18,8 @@ from tlora_megatron.client.calls import (
     Call,
     EventReader,
     check_address,
-    find_token,
-    given_up,
-    may_pass,
+    connection,
     refusal,
-    waits,
 )
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 from tlora_megatron.config.job_rows import Acted, Action
@@ -43,12 +40,7 @@ class AsyncClient:
     ) -> None:
         self.address = check_address(address)
         self._retries = retries
-        self._http = httpx.AsyncClient(
-            base_url=self.address,
-            headers={"Authorization": f"Bearer {token or find_token(self.address)}"},
-            timeout=calls.ANSWER,
-            transport=transport,
-        )
+        self._http = httpx.AsyncClient(**connection(self.address, token), transport=transport)
 
     async def submit(
         self, document: Mapping[str, Any] | str, *, key: str | None = None
@@ -140,22 +132,20 @@ class AsyncClient:
         self, name: str, *, after: str | None = None, follow: bool = True
     ) -> AsyncIterator[Event]:
         """Tells what happened to a job and its steps, and what comes, until it is over."""
-        reader = EventReader(last=after)
+        reader = EventReader(self.address, self._retries, after)
         job = (await self.job(name)).id  # a name may come to mean another job
-        failures = 0
         while True:
-            begin = reader.last
+            call = calls.events(job, reader.last, follow=follow)
             try:
-                async for event in self._stream(job, reader, follow=follow):
-                    yield event
+                async with self._open(call, timeout=calls.STREAM) as answer:
+                    async for line in answer.aiter_lines():
+                        if (event := reader.feed(line)) is not None:
+                            yield event
                 if not follow or reader.is_over or (await self.job(job)).state.is_over:
                     return
             except FAILURES as error:
-                reader.cut()
-                failures = 0 if reader.last != begin else failures + 1
-                if failures > self._retries or not may_pass(error):
-                    raise given_up(self.address, error) from error
-            await asyncio.sleep(next(waits(1)) * (1 + failures))
+                reader.cut(error)
+            await asyncio.sleep(reader.pause_s())
 
     async def metrics(self, name: str, *, tail: int = 10_000) -> list[dict[str, Any]]:
         """The last steps and evaluations of a job."""
@@ -201,14 +191,6 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    async def _stream(self, job: str, reader: EventReader, *, follow: bool) -> AsyncIterator[Event]:
-        call = calls.events(job, reader.last, follow=follow)
-        async with self._open(call, timeout=calls.STREAM) as answer:
-            async for line in answer.aiter_lines():
-                event = reader.feed(line)
-                if event is not None:
-                    yield event
 
     @asynccontextmanager
     async def _open(self, call: Call[Any], **options: Any) -> AsyncIterator[httpx.Response]:

@@ -19,15 +19,8 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
-from tlora_megatron.client.values import (
-    Event,
-    Job,
-    Page,
-    ServiceError,
-    Submitted,
-    Unreachable,
-)
-from tlora_megatron.config.job_rows import Acted, Action, JobState, RequestedAction
+from tlora_megatron.client.values import Event, Job, Page, ServiceError, Submitted, Unreachable
+from tlora_megatron.config.job_rows import Acted, Action, JobState, RequestedAction, is_address
 
 TOKEN_VARIABLE = "TLORA_TOKEN"
 TOKEN_FILE = "~/.tlora/token"
@@ -36,9 +29,10 @@ OWN_TOKEN_FILE = "~/.tlora/http_token"
 """The file that `tlora serve --http` makes; for services of this host alone."""
 
 
-def is_address(service: str) -> bool:
-    """True of `http://...` and `https://...`: a service over HTTP and no folder."""
-    return service.startswith(("http://", "https://"))
+def connection(address: str, token: str | None) -> dict[str, Any]:
+    """How httpx is to connect to a service."""
+    headers = {"Authorization": f"Bearer {token or find_token(address)}"}
+    return {"base_url": address, "headers": headers, "timeout": ANSWER}
 
 
 def check_address(address: str) -> str:
@@ -97,15 +91,23 @@ def _is_here(address: str) -> bool:
 
 @dataclass(slots=True)
 class EventReader:
-    """Takes the lines of a stream, and gives events when they are whole."""
+    """Takes the lines of a stream, gives events when they are whole, and counts its failures."""
 
+    address: str
+    retries: int
+    """How often a stream may fail in turn before it has given anything."""
     last: str | None = None
     """Id of the last event, with which a stream goes on."""
     is_over: bool = False
     """The service has said that nothing will follow."""
+    _failures: int = 0
+    _begin: str | None = None
     _id: str | None = None
     _name: str = ""
     _data: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._begin = self.last
 
     def feed(self, line: str) -> Event | None:
         """Takes one line without its end; the event that it completes, if it does."""
@@ -121,10 +123,18 @@ class EventReader:
             self._data.append(value)
         return None
 
-    def cut(self) -> None:
-        """Forgets an event that did not arrive as a whole."""
+    def cut(self, error: Exception) -> None:
+        """Forgets an event that did not arrive as a whole; raises what ends the attempts."""
         self._data.clear()
         self._id, self._name = None, ""
+        self._failures = 0 if self.last != self._begin else self._failures + 1
+        if self._failures > self.retries or not may_pass(error):
+            raise given_up(self.address, error) from error
+
+    def pause_s(self) -> float:
+        """Seconds to wait before the stream is opened again."""
+        self._begin = self.last
+        return next(waits(1)) * (1 + self._failures)
 
     def _end(self) -> Event | None:
         data, self._data = "\n".join(self._data), []
@@ -218,7 +228,7 @@ STREAM = httpx.Timeout(60.0, connect=_CONNECT_S)
 """A stream that says nothing for so long is opened anew; the service sends signs of life."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """One request that may be sent again: twice has the effect of once."""
 
@@ -247,14 +257,8 @@ def submit(document: Mapping[str, Any] | str, key: str | None) -> Call[Submitted
     if isinstance(document, str):
         content = document.encode()
         headers["Content-Type"] = "application/yaml"
-    return Call(
-        method="POST",
-        path="/v1/jobs",
-        read=_submitted,
-        headers=headers,
-        json=None if isinstance(document, str) else dict(document),
-        content=content,
-    )
+    values = None if isinstance(document, str) else dict(document)
+    return Call("POST", "/v1/jobs", _submitted, headers=headers, json=values, content=content)
 
 
 def page(
@@ -274,59 +278,44 @@ def page(
         params["state"] = [str(state) for state in states]
     if after is not None:
         params["after"] = after
-    return Call(method="GET", path="/v1/jobs", read=_page, params=params)
+    return Call("GET", "/v1/jobs", _page, params)
 
 
 def job(name: str) -> Call[Job]:
-    return Call(method="GET", path=_path(name), read=_job)
+    return Call("GET", _path(name), _job)
 
 
 def request_action(name: str, asked: RequestedAction) -> Call[Job]:
     """Asks to end or hold a job, or to let it go on."""
     if asked == "cancel":
-        return Call(method="DELETE", path=_path(name), read=_job)
-    return Call(method="POST", path=_path(name, asked), read=_job)
+        return Call("DELETE", _path(name), _job)
+    return Call("POST", _path(name, asked), _job)
 
 
 def act(action: Action, jobs: Sequence[str]) -> Call[Acted[Job]]:
     """Asks something of many jobs, or removes them; each on its own."""
     body = {"action": action, "jobs": list(jobs)}
-    return Call(method="POST", path="/v1/jobs/act", read=_acted, json=body)
+    return Call("POST", "/v1/jobs/act", _acted, json=body)
 
 
 def view(name: str, params: Params | None = None) -> Call[dict[str, Any]]:
-    return Call(
-        method="GET",
-        path=f"/v1/{name}",
-        read=lambda answer: dict(answer.json()),
-        params=params or {},
-    )
+    return Call("GET", f"/v1/{name}", lambda answer: dict(answer.json()), params or {})
 
 
 def metrics(name: str, tail: int) -> Call[list[dict[str, Any]]]:
-    return Call(
-        method="GET",
-        path=_path(name, "metrics"),
-        read=lambda answer: list(answer.json()["rows"]),
-        params={"tail": tail},
-    )
+    path, params = _path(name, "metrics"), {"tail": tail}
+    return Call("GET", path, lambda answer: list(answer.json()["rows"]), params)
 
 
 def events(name: str, last: str | None, *, follow: bool) -> Call[None]:
     """Asks for a job's history as a stream."""
     headers = {"Accept": "text/event-stream"} | ({} if last is None else {"Last-Event-ID": last})
-    return Call(
-        method="GET",
-        path=_path(name, "events"),
-        read=lambda _: None,
-        params={"follow": follow},
-        headers=headers,
-    )
+    return Call("GET", _path(name, "events"), lambda _: None, {"follow": follow}, headers)
 
 
 def adapter(name: str) -> Call[None]:
     """Asks for the adapter of a finished job as an archive."""
-    return Call(method="GET", path=_path(name, "adapter.zip"), read=lambda _: None)
+    return Call("GET", _path(name, "adapter.zip"), lambda _: None)
 
 
 def digest_of(path: Path) -> str:

@@ -18,11 +18,8 @@ from tlora_megatron.client.calls import (
     Call,
     EventReader,
     check_address,
-    find_token,
-    given_up,
-    may_pass,
+    connection,
     refusal,
-    waits,
 )
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 from tlora_megatron.config.job_rows import Acted, Action
@@ -50,12 +47,7 @@ class Client:
     ) -> None:
         self.address = check_address(address)
         self._retries = retries
-        self._http = httpx.Client(
-            base_url=self.address,
-            headers={"Authorization": f"Bearer {token or find_token(self.address)}"},
-            timeout=calls.ANSWER,
-            transport=transport,
-        )
+        self._http = httpx.Client(**connection(self.address, token), transport=transport)
 
     def submit(self, document: Mapping[str, Any] | str, *, key: str | None = None) -> Submitted:
         """Submits the jobs of a document, all or none.
@@ -156,21 +148,18 @@ class Client:
             after: `id` of the last event that is known.
             follow: False = what there is now.
         """
-        reader = EventReader(last=after)
+        reader = EventReader(self.address, self._retries, after)
         job = self.job(name).id  # a name may come to mean another job
-        failures = 0
         while True:
-            begin = reader.last
+            call = calls.events(job, reader.last, follow=follow)
             try:
-                yield from self._stream(job, reader, follow=follow)
+                with self._open(call, timeout=calls.STREAM) as answer:
+                    yield from filter(None, map(reader.feed, answer.iter_lines()))
                 if not follow or reader.is_over or self.job(job).state.is_over:
                     return
             except FAILURES as error:
-                reader.cut()
-                failures = 0 if reader.last != begin else failures + 1
-                if failures > self._retries or not may_pass(error):
-                    raise given_up(self.address, error) from error
-            time.sleep(next(waits(1)) * (1 + failures))
+                reader.cut(error)
+            time.sleep(reader.pause_s())
 
     def metrics(self, name: str, *, tail: int = 10_000) -> list[dict[str, Any]]:
         """The last steps and evaluations of a job."""
@@ -216,14 +205,6 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _stream(self, job: str, reader: EventReader, *, follow: bool) -> Iterator[Event]:
-        call = calls.events(job, reader.last, follow=follow)
-        with self._open(call, timeout=calls.STREAM) as answer:
-            for line in answer.iter_lines():
-                event = reader.feed(line)
-                if event is not None:
-                    yield event
 
     @contextmanager
     def _open(self, call: Call[Any], **options: Any) -> Iterator[httpx.Response]:

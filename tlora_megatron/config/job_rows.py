@@ -1,4 +1,4 @@
-"""Jobs, their states and what is asked of them, as all parts of a service see them."""
+"""Jobs, their states, what is asked of them and where, as all parts of a service see them."""
 
 from __future__ import annotations
 
@@ -96,3 +96,8 @@ def job_to_dict(job: Any) -> dict[str, Any]:
     """A job, of a store or as a client sees it, as plain values."""
     row = {item.name: getattr(job, item.name) for item in fields(JobRow)}
     return row | {"state": str(job.state)}
+
+
+def is_address(service: str) -> bool:
+    """True of `http://...` and `https://...`: a service over HTTP and no folder."""
+    return service.startswith(("http://", "https://"))

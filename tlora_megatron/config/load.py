@@ -17,7 +17,7 @@ from tlora_megatron.config.parallel_rules import (
     settle_deterministic,
     settle_replicas,
 )
-from tlora_megatron.config.reader import apply_override, must, read_document, read_spec, unknown
+from tlora_megatron.config.reader import must, read_document, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, refuse_driven, resolve
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (
@@ -55,11 +55,8 @@ def load_config(
             is added to `job_errors` instead, unless no job is left.
     """
     path = Path(path)
-    document = read_document(path)
-    for override in overrides:
-        apply_override(document, override)
     return read_config(
-        document,
+        read_document(path, overrides=overrides),
         path.resolve().parent,
         output_dir=output_dir,
         settle=settle,

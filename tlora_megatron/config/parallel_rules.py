@@ -20,7 +20,8 @@ MOST_TP = 2
 _OVER_EXPERTS = "over a base with routed experts"
 _ON_EXPERTS = ("gate_proj", "up_proj", "down_proj", "linear_fc1", "linear_fc2")
 _NO_BITS = "an expert's rows come in any number, which moves the last bits"
-_SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
+SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
+"""Keys of the section that each replica, and every plan, gives."""
 
 
 def check_stages(parallel: ParallelSpec) -> None:
@@ -150,7 +151,7 @@ def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec,
     specs = tuple(replace(one, count=count) for one, count in counts.items())
     first = specs[0]
     plain = type(parallel)()
-    for name in _SIZES:
+    for name in SIZES:
         given = getattr(parallel, name)
         alike = len(specs) == 1 and given == getattr(first, name)
         if given != getattr(plain, name) and not alike:
@@ -158,7 +159,7 @@ def settle_replicas(parallel: ParallelSpec, run: RunSpec) -> tuple[ParallelSpec,
             raise must(f"parallel.{name}", "be absent beside parallel.replicas", given, remedy)
     if len(specs) > 1:
         return replace(parallel, replicas=specs), run
-    sizes: dict[str, Any] = {name: getattr(first, name) for name in _SIZES}
+    sizes: dict[str, Any] = {name: getattr(first, name) for name in SIZES}
     own: dict[str, Any] = {
         "micro_batch_tokens": first.micro_batch_tokens,
         "recompute": first.recompute or run.recompute,

@@ -102,10 +102,8 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
     return kind(**values)
 
 
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """Annotations as types; a service reads thousands of specs of few kinds."""
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
+"""Annotations as types; a service reads thousands of specs of few kinds."""
 
 
 def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None:
@@ -231,8 +229,12 @@ _SUFFIXES = (".yaml", ".yml", ".json")
 """Ends of files' names that may hold a configuration."""
 
 
-def read_document(path: Path, name: str = "configuration file") -> dict[str, Any]:
+def read_document(
+    path: Path, name: str = "configuration file", overrides: Iterable[str] = ()
+) -> dict[str, Any]:
     """Reads the mapping that a YAML or JSON (`.json`) file holds, which the user calls `name`.
+
+    Overrides are texts `path=value`, applied in order.
 
     Raises:
         ConfigError: if the file is missing or malformed, repeats a key, or holds no mapping.
@@ -242,7 +244,10 @@ def read_document(path: Path, name: str = "configuration file") -> dict[str, Any
     except OSError as error:
         why = f"{error.strerror}; {_like(path)}".removesuffix("; ")
         raise must(name, "be a readable file", str(path), why) from error
-    return parse_document(content, str(path), is_json=path.suffix.lower() == ".json")
+    document = parse_document(content, str(path), is_json=path.suffix.lower() == ".json")
+    for override in overrides:
+        apply_override(document, override)
+    return document
 
 
 def parse_document(content: bytes, what: str, *, is_json: bool) -> dict[str, Any]:

@@ -6,9 +6,9 @@ The fields of a job are in `job.py`. Rules that concern several fields are in `r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tlora_megatron.config.job import JobSpec, rule
 
@@ -261,6 +261,12 @@ class RunSpec:
         "other's memory, otherwise nccl",
         default="auto",
     )
+
+
+def shared_fields(source: Any, kind: Any) -> dict[str, Any]:
+    """The values that a section, a layout or a plan has for fields of another dataclass."""
+    names = (item.name for item in fields(kind))
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
 
 
 def built_recompute(run: RunSpec) -> Literal["none", "selective", "full"]:

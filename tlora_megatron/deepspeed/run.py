@@ -15,8 +15,7 @@ from tlora_megatron import timeline
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import config_to_dict, ignored_settings, read_config
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.runtime.own_replica import resolve_round_timing
-from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
+from tlora_megatron.runtime.choices import resolve_lora_sharding, resolve_round_timing
 from tlora_megatron.training.job_state import EvalResult
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.metrics import EventSink

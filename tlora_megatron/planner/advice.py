@@ -14,7 +14,7 @@ from tlora_megatron.planner.fit import Dropped, Drops, Fit
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.search import MOST_GPUS
-from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.planner.workload import JobLoad, longest_of
 
 _GIB = 2.0**30
 _LAYOUT: dict[str, Any] = dict.fromkeys(
@@ -109,7 +109,7 @@ def fewer_jobs(question: Question, ask: Ask) -> Iterator[Remedy]:
 def shorter(question: Question, ask: Ask) -> Iterator[Remedy]:
     """Proposes to cut the longest sequences to a power of two, as little as possible."""
     jobs = question.jobs
-    longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+    longest = longest_of(jobs)
     length = 2 ** (longest.bit_length() - 1)
     while length >= SHORTEST:
         if length < longest:
@@ -238,11 +238,7 @@ def advise(
 ) -> Advice:
     """Looks for changes that make a plan fit, or two together; each one has been planned with.
 
-    Args:
-        profiles: other machines that may be proposed.
-
-    Raises:
-        ValueError: as `search` does.
+    `profiles` are other machines that may be proposed. Raises `ValueError` as `search` does.
     """
     question = Question(
         spec=spec,

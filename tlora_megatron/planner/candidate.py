@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
-from tlora_megatron.config.schema import Recompute
+from tlora_megatron.config.schema import Recompute, shared_fields
 from tlora_megatron.model.layout import LoraSharding, ParallelLayout, stage_sizes
 from tlora_megatron.model.quantisation import cut_block
 from tlora_megatron.model.spec import ModelSpec
@@ -72,18 +72,7 @@ class Plan:
     @property
     def layout(self) -> ParallelLayout:
         """The layout of the run's processes, which virtual stages are no part of."""
-        return ParallelLayout(
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            cp_size=self.cp_size,
-            dp_size=self.dp_size,
-            ep_size=self.ep_size,
-            expert_tp_size=self.expert_tp_size,
-            sequence_parallel=self.sequence_parallel,
-            first_stage_layers=self.first_stage_layers,
-            last_stage_layers=self.last_stage_layers,
-            lora_sharding=self.lora_sharding,
-        )
+        return ParallelLayout(**shared_fields(self, ParallelLayout))
 
     @property
     def is_even(self) -> bool:

@@ -23,14 +23,13 @@ from tlora_megatron.planner.deploy_kinds import (
     all_kinds,
     divide,
     length_classes,
-    longest_of,
     most_rows,
     undominated,
 )
 from tlora_megatron.planner.deploy_sampled import Replicas, Sampled, sample_rounds
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.workload import JobLoad, check_jobs
+from tlora_megatron.planner.workload import JobLoad, check_jobs, longest_of
 
 _EXACT = 32
 _MOST_KINDS = 4

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from tlora_megatron.config.schema import shared_fields
 from tlora_megatron.model.dispatch import ReplicaRate, cut
 from tlora_megatron.model.layout import RECOMPUTES, ReplicaLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
-from tlora_megatron.planner.choices import recompute_for_rows
+from tlora_megatron.planner.choices import CurveModel, ReplicaCurve, recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.replica_rate import CurveModel, ReplicaCurve
 from tlora_megatron.planner.fit import BUDGETS
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.planner.workload import JobLoad, longest_of
 
 _SIZES = (1, 2, 4, 8)
 """Sizes of TP, PP and CP: with powers of two no replica's ranks straddle nodes."""
@@ -59,8 +59,7 @@ class Kind:
     @property
     def layout(self) -> ReplicaLayout:
         """The layout as a deployment holds it."""
-        names = (field.name for field in fields(ReplicaLayout))
-        return ReplicaLayout(**{name: getattr(self.plan, name) for name in names})
+        return ReplicaLayout(**shared_fields(self.plan, ReplicaLayout))
 
     @property
     def rate(self) -> ReplicaRate:
@@ -100,11 +99,6 @@ class Kind:
     def _of(self, rows: int) -> Kind:
         """The layout under the recompute of a sequence of so many rows."""
         return next((kind for kind in self.by_rows if rows <= kind.curve.budget), self)
-
-
-def longest_of(jobs: Iterable[JobLoad]) -> int:
-    """Rows of the longest sequence that some replica must hold, for training or evaluation."""
-    return max(max(job.lengths.longest, job.longest_eval) for job in jobs)
 
 
 def length_classes(jobs: Sequence[JobLoad]) -> list[LengthClass]:

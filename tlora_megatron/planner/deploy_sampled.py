@@ -13,8 +13,8 @@ from tlora_megatron.model.dispatch import ReplicaRate, assign, cut, predicted_en
 from tlora_megatron.model.layout import ReplicaLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
+from tlora_megatron.planner.choices import CurveModel, replica_rate
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.cost.replica_rate import CurveModel, replica_rate
 from tlora_megatron.planner.deploy_kinds import (
     Kind,
     LengthClass,

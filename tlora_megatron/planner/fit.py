@@ -26,7 +26,7 @@ from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.layouts import Layouts, SearchSpace, layout_misfit
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
-from tlora_megatron.planner.workload import JobLoad
+from tlora_megatron.planner.workload import JobLoad, longest_of
 
 _MARGIN = 1.03
 """Factor on the bound: small rounds may hold jobs whose attention is cheaper than the mean, and
@@ -328,7 +328,7 @@ def _is_open(plan: Plan) -> bool:
 
 def budgets(jobs: Sequence[JobLoad], layout: Plan, space: SearchSpace) -> list[int]:
     """Budgets worth trying: from the longest sequence or portion up to all batches together."""
-    longest = max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+    longest = longest_of(jobs)
     whole = "sequence" if longest >= (space.largest_portion or 0) else "portion"
     longest = max(longest, space.largest_portion or 0)
     if space.micro_batch_tokens is not None:

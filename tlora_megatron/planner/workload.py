@@ -255,6 +255,11 @@ class JobLoad:
         return self.batch_size * self.lengths.mean
 
 
+def longest_of(jobs: Iterable[JobLoad]) -> int:
+    """Rows of the longest sequence that a micro-batch must hold, for training or evaluation."""
+    return max(max(job.lengths.longest, job.longest_eval) for job in jobs)
+
+
 def check_jobs(jobs: Iterable[JobLoad]) -> None:
     """Refuses an empty mix and repeated names; raises `ValueError` naming the job."""
     names = Counter(job.name for job in jobs)

@@ -14,24 +14,21 @@ import torch.distributed as dist
 
 from tlora_megatron import timeline
 from tlora_megatron.config.parallel_rules import check_run_over_experts, check_run_without_experts
-from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.schema import Recompute, RunConfig, built_recompute
 from tlora_megatron.layers.sites import stage_sites
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.model.layout import ParallelLayout
-from tlora_megatron.model.quantisation import BaseQuantisation, base_quantisation
+from tlora_megatron.model.layout import Deployment, ParallelLayout, lay_out_world
+from tlora_megatron.model.quantisation import (
+    BaseQuantisation,
+    base_quantisation,
+    check_block_layout,
+)
 from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 from tlora_megatron.ops.exactness import keep_rows_apart
 from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import set_queues
-from tlora_megatron.runtime.own_replica import (
-    OwnReplica,
-    check_replicas_fit,
-    log_replicas,
-    own_replica,
-    warn_of_sharding,
-)
-from tlora_megatron.training.formats.hf_convert import Rounding
+from tlora_megatron.training.formats.hf_convert import Rounding, check_layout
 from tlora_megatron.training.nano.rounds import NanoSettings
 from tlora_megatron.training.run.determinism import let_segments_grow, set_environment
 from tlora_megatron.training.run.fingerprint import check_base_of_run
@@ -129,6 +126,74 @@ def outliers(lost: Mapping[str, float]) -> list[str]:
     return [name for name, error in lost.items() if error > EXPECTED * _OUTLIER]
 
 
+class OwnReplica(NamedTuple):
+    """The layout of this process's replica, and all replicas where they are unlike."""
+
+    layout: ParallelLayout
+    deployment: Deployment | None
+    """None = all are as `layout` says."""
+    recompute: Recompute
+
+
+def own_replica(config: RunConfig, place: tuple[int, int] | None = None) -> OwnReplica:
+    """Returns the replica of a process; `place` is as in `know_base`."""
+    environ = os.environ.get
+    rank, world_size = place or (int(environ("RANK", "0")), int(environ("WORLD_SIZE", "1")))
+    deployment = lay_out_world(config.parallel, world_size)
+    if isinstance(deployment, ParallelLayout):
+        return OwnReplica(deployment, None, built_recompute(config.run))
+    own = deployment.placed(rank).layout
+    layout = own.parallel_layout(len(deployment.replicas))
+    return OwnReplica(layout, deployment, own.recompute or built_recompute(config.run))
+
+
+def log_replicas(groups: ParallelGroups) -> None:
+    """Logs, on the writer, which replica is on which processes, and where gradients are summed."""
+    deployment = groups.deployment
+    if deployment is None or not groups.is_writer:
+        return
+    for replica in deployment.placed_replicas():
+        first, last = replica.ranks[0], replica.ranks[-1]
+        where = f"process {first}" if first == last else f"processes {first} to {last}"
+        logger.info("replica %d is %s on %s", replica.index, Deployment((replica.layout,)), where)
+    logger.info(
+        "%d replicas of %d layouts sum adapters in cells of 1/%d of the columns, between the "
+        "stages' borders", len(deployment.replicas), len(deployment.kinds), deployment.atoms,
+    )  # fmt: skip
+
+
+def warn_of_sharding(config: RunConfig, groups: ParallelGroups) -> None:
+    """Logs, on the writer, that there are no replicas to divide what shall be divided."""
+    is_lone = groups.layout.dp_size * groups.layout.cp_size == 1
+    if config.parallel.shard_optimizer and is_lone and groups.is_writer:
+        logger.warning("parallel.shard_optimizer has no effect with one replica")
+
+
+def check_replicas_fit(
+    spec: ModelSpec, quantisation: BaseQuantisation | None, own: OwnReplica
+) -> None:
+    """Refuses layouts that do not divide the model, those of other replicas too."""
+    layouts = [own.layout]
+    if own.deployment is not None:
+        layouts = [kind.parallel_layout(1) for kind in own.deployment.kinds]
+        atoms = own.deployment.atoms
+        if spec.hidden_size % atoms:
+            raise ValueError(
+                f"hidden_size must be a multiple of {atoms}, the least common one of the replicas' "
+                f"TP sizes, got {spec.hidden_size}"
+            )
+        if quantisation is not None and not own.deployment.tp_is_alike:
+            raise ValueError(
+                "parallel.replicas must have one tp_size over an FP8 base, got "
+                f"{own.deployment}: a rank's part of a row has a scale of its own, so losses would "
+                "follow from the replica that a sequence meets"
+            )
+    for layout in layouts:
+        check_layout(spec, layout)
+        if quantisation is not None:
+            check_block_layout(spec, quantisation, layout)
+
+
 _TRITON = (
     "this megatron-core needs triton, which CPU builds of torch leave out; "
     "pip install triton or pip install 'megatron-core<0.18'"
@@ -160,18 +225,14 @@ class KnownBase(NamedTuple):
 
 
 def know_base(
-    config: RunConfig,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    refuses_gpt_oss: str = "",
+    config: RunConfig, place: tuple[int, int] | None = None, *, refuses_gpt_oss: str = ""
 ) -> KnownBase:
     """Reads a base's shape, refuses what its layout cannot keep, and starts the device on a thread.
 
     What libraries read from the environment is set before that.
 
     Args:
-        rank, world_size: of this process; None = as torchrun's environment says.
+        place: rank of this process and size of its world; None = as torchrun's environment says.
         refuses_gpt_oss: what the base is, where gpt-oss is refused.
     """
     spec = read_model_spec(config.base_model.config_file)
@@ -182,7 +243,7 @@ def know_base(
     else:
         unpredicted = None if spec.gpt_oss is None else spec.model_type
         check_run_over_experts(config, unpredicted=unpredicted)
-    own = own_replica(config, rank=rank, world_size=world_size)
+    own = own_replica(config, place)
     quantisation = base_quantisation(config.base_model, spec)
     check_replicas_fit(spec, quantisation, own)
     set_environment(config.run.deterministic)

@@ -18,8 +18,11 @@ from tlora_megatron.config.sections import read_job
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.runtime.backbone import know_base, open_backbone
-from tlora_megatron.runtime.own_replica import resolve_round_timing
-from tlora_megatron.runtime.recompute_choice import choose_recompute, resolve_lora_sharding
+from tlora_megatron.runtime.choices import (
+    choose_recompute,
+    resolve_lora_sharding,
+    resolve_round_timing,
+)
 from tlora_megatron.training.data.job_data import TokenCache, TokenizerFolder
 from tlora_megatron.training.formats.quantised import quantisation_card
 from tlora_megatron.training.loop import Loop

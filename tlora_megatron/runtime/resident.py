@@ -16,10 +16,7 @@ import torch.distributed as dist
 from tlora_megatron import timeline
 from tlora_megatron.config.job import EXPERT_TARGETS, FUSED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.config.load import fit_job
-from tlora_megatron.config.parallel_rules import (
-    check_job_over_experts,
-    exact_shardings,
-)
+from tlora_megatron.config.parallel_rules import check_job_over_experts, exact_shardings
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
@@ -28,7 +25,7 @@ from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.exactness import exactness_of
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.runtime.backbone import Rendezvous, know_base, open_backbone
-from tlora_megatron.runtime.recompute_choice import resolve_lora_sharding
+from tlora_megatron.runtime.choices import resolve_lora_sharding
 from tlora_megatron.training.driven_requests import Clients
 from tlora_megatron.training.formats.quantised import QuantisationCard, quantisation_card
 from tlora_megatron.training.job_files import JobFiles
@@ -114,10 +111,8 @@ def _open_base(config: RunConfig, rendezvous: Rendezvous | None) -> _Opened:
     timeline.begin_run()
     # On CPUs, too, a job has its bits in any company; MKL reads this at its first product.
     os.environ.setdefault("MKL_CBWR", ENVIRONMENT["MKL_CBWR"])
-    rank, world_size = (None, None) if rendezvous is None else rendezvous[1:]
-    known = know_base(
-        config, rank=rank, world_size=world_size, refuses_gpt_oss="the base of a service"
-    )
+    place = None if rendezvous is None else rendezvous[1:]
+    known = know_base(config, place, refuses_gpt_oss="the base of a service")
     base = open_backbone(config, known, rendezvous=rendezvous)
     parallel = config.parallel
     if parallel.lora_sharding == "auto":

@@ -59,10 +59,16 @@ def formed(
     now_s: float,
     cost: RegroupCost,
     number: int,
-    vacated_s: float = 0.0,
+    vacated_s: Mapping[int, float] | None = None,
 ) -> Group:
-    """Forms a group on `gpus`; it trains after its save, move and re-plan, and others' saves."""
-    ready_s = max([now_s + vacated_s, *(group.ready_s for group, _ in parts.running)])
+    """Forms a group on `gpus`; it trains after its save, move and re-plan, and others' saves.
+
+    `vacated_s` says of GPUs how long the state of those who leave them is being saved.
+    """
+    late_s = 0.0
+    if vacated_s and not parts.running:
+        late_s = max([vacated_s.get(gpu, 0.0) for gpu in gpus])
+    ready_s = max([now_s + late_s, *(group.ready_s for group, _ in parts.running)])
     sources = {group.number: group for group, _ in parts.running}
     stay = next((group.number for group in sources.values() if group.gpus == gpus), None)
     moved = [member.job for group, member in parts.running if group.number != stay]
@@ -288,9 +294,7 @@ class Fleet:
             now_s=now_s,
             cost=cost,
             number=self.next_number(),
-            vacated_s=0.0
-            if parts.running
-            else max([vacated_s.get(gpu, 0.0) for gpu in decision.gpus]),
+            vacated_s=vacated_s,
         )
 
     def charge(self, job: Job) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Protocol
 
-from tlora_megatron.planner.group import GroupEstimate
+from tlora_megatron.planner.search import GroupEstimate
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 
@@ -58,14 +58,9 @@ class Speeds:
         self._residual: dict[tuple[Kinds, int], float] = {}
         self._sizes: dict[tuple[int, int], Mapping[int, float]] = {}
 
-    @property
-    def num_estimates(self) -> int:
-        return len(self._memo)
-
-    def answers(self) -> Iterator[tuple[Kinds, int, GroupRates]]:
-        """All groups that were asked about and fit into memory, with their GPUs and rates."""
-        known = list(self._memo.items())
-        return ((kinds, num_gpus, rates) for (kinds, num_gpus), rates in known if rates is not None)
+    def answers(self) -> dict[tuple[Kinds, int], GroupRates | None]:
+        """All that was asked: the rates of groups on GPUs; None: they do not fit into memory."""
+        return dict(self._memo)
 
     def kind(self, base: str, load: JobLoad) -> int:
         """The kind of a known base and a load; loads that differ by name only are different."""

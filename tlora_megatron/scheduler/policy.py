@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -253,6 +254,12 @@ class RegroupCost:
         if not held.issuperset(gpus):
             load = self.weights_bytes.get(base, 0.0) / self.weights_bytes_per_s
         return self.replan_s + carry + load
+
+
+NO_COST = RegroupCost(
+    admit_s=0.0, replan_s=0.0, state_bytes_per_s=math.inf, weights_bytes_per_s=math.inf
+)
+"""No change of a group costs time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

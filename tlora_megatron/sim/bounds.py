@@ -3,8 +3,8 @@
 Each bound answers an easier question, without placement, memory, slowdown bounds, quotas and
 pauses: *alone*, every job has the whole cluster; *fluid*, any job can use all GPUs at full speed
 and the least work left goes first; *mean busy times*, half of a job's fastest time must come after
-its mean busy time. The greatest counts, if no group is faster than its best members allow
-(`exceeded_by`).
+its mean busy time. The greatest counts, if no group is faster than its best members allow (which
+scripts/bench/simulate checks).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ and beyond a node they only lose time on links."""
 _MIXED = 1.01
 """The model packs a drawn sample where lengths differ: a job may then be half a percent faster in a
 group than alone, so that limits are one percent above its speed alone."""
-_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,19 +100,6 @@ def _full(speeds: Speeds, base: str, kinds: Iterable[int]) -> float:
         rates = speeds.rates((kind,), size)
         found += [] if rates is None else [rates.total / size]
     return max(found)
-
-
-def exceeded_by(limits: Limits, speeds: Speeds) -> list[str]:
-    """Groups that train faster than the limits allow, in words; the bounds hold if none."""
-    found = []
-    for kinds, num_gpus, rates in speeds.answers():
-        if not limits.fastest.keys() >= set(kinds):
-            continue
-        alone = all(rates.by_kind[k] <= limits.fastest[k] * (1 + _ROUNDING) for k in kinds)
-        full = limits.full[speeds.base_of(kinds[0])] * num_gpus
-        if not alone or rates.total > full * (1 + _ROUNDING):
-            found.append(f"kinds {kinds} on {num_gpus} GPUs: {rates.total:.0f} tokens/s")
-    return found
 
 
 def least_mean_jct_s(jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> float:

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from scripts.bench.control_tower import NOW_S, RUNNING, WAITING, crowd, make_study
 from scripts.bench.harness.arguments import RESULTS, bench_parser
 from scripts.bench.harness.rows import append_rows
-from scripts.bench.simulate.cases import PARTS, Cell, study_of
+from scripts.bench.simulate.cases import PARTS, Cell, exceeded_by, study_of
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Rules
 from tlora_megatron.scheduler.queue import WaitingQueue
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
-from tlora_megatron.sim.bounds import exceeded_by, limits_of
+from tlora_megatron.sim.bounds import limits_of
 from tlora_megatron.sim.report import summary_rows
 from tlora_megatron.sim.study import PolicyRun, Study
 from tlora_megatron.sim.trace import Trace
@@ -136,10 +136,10 @@ def first_decision(
         regrouped=set(range(RUNNING)),
         freed=True,
     )
-    known, begin = study.speeds.num_estimates, time.process_time()
+    known, begin = len(study.speeds.answers()), time.process_time()
     found = made.decide(NOW_S, queue, state, changes)
     took_ms = (time.process_time() - begin) * 1e3
-    return Timed(took_ms, len(found), study.speeds.num_estimates - known)
+    return Timed(took_ms, len(found), len(study.speeds.answers()) - known)
 
 
 def in_a_fork(run: Callable[[], Timed]) -> Timed:

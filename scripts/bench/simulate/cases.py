@@ -11,7 +11,10 @@ from random import Random
 from typing import Any
 
 from scripts.bench.harness.arguments import REPO
+from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.policy import NO_COST
 from tlora_megatron.scheduler.registry import POLICIES
+from tlora_megatron.sim.bounds import Limits
 from tlora_megatron.sim.cluster import load_cluster
 from tlora_megatron.sim.study import Options, Study
 from tlora_megatron.sim.trace import Trace, TraceRow, TraceShape, read_trace
@@ -20,6 +23,7 @@ from tlora_megatron.sim.workload import load_mix
 _SIZES = (1, 2, 4, 8, 16)
 _SHARES = (60, 12, 12, 12, 4)
 _LONGEST_S = 7 * 86400.0
+_ROUNDING = 1e-9
 
 
 def _poisson(mean_s: float) -> Callable[[Random], float]:
@@ -151,9 +155,9 @@ def ablations(seeds: Sequence[int]) -> Iterator[Cell]:
     """
     variants: dict[str, dict[str, Any]] = {
         "base": {},
-        "no residual": {"use_residual": False},
-        "no slowdown bound": {"keep_bounds": False},
-        "zero migration cost": {"free_moves": True},
+        "no residual": {"rules": {"use_residual": False}},
+        "no slowdown bound": {"rules": {"keep_bounds": False}},
+        "zero migration cost": {"rules": {"cost": NO_COST}},
     }
     both = ("isolated", "tlora_elastic")
     for seed in seeds:
@@ -216,3 +220,16 @@ def _trace_of(cell: Cell, traces: Path, cache: dict[str, Trace]) -> tuple[Trace,
     if source.file not in cache:
         cache[source.file] = read_trace(traces / source.file)
     return cache[source.file], source.shape
+
+
+def exceeded_by(limits: Limits, speeds: Speeds) -> list[str]:
+    """Groups that train faster than the limits allow, in words; the bounds hold if none."""
+    found = []
+    for (kinds, num_gpus), rates in speeds.answers().items():
+        if rates is None or not limits.fastest.keys() >= set(kinds):
+            continue
+        alone = all(rates.by_kind[k] <= limits.fastest[k] * (1 + _ROUNDING) for k in kinds)
+        full = limits.full[speeds.base_of(kinds[0])] * num_gpus
+        if not alone or rates.total > full * (1 + _ROUNDING):
+            found.append(f"kinds {kinds} on {num_gpus} GPUs: {rates.total:.0f} tokens/s")
+    return found

@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.planner_case import L40S, LLAMA_8B
 from tlora_megatron.model.layout import Deployment
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.choices import CurveModel
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.replica_rate import CurveModel
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, Problem, best_counts, deploy
 from tlora_megatron.planner.deploy_kinds import (
     all_kinds,

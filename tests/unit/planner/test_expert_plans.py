@@ -24,9 +24,8 @@ from tlora_megatron.config.schema import ParallelSpec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.candidate import Plan, job_misfit, misfit, runners
 from tlora_megatron.planner.deploy_sampled import saved_by_rows
-from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.search import search
+from tlora_megatron.planner.search import GroupModel, search
 from tlora_megatron.training.formats.hf_convert import check_layout
 
 JOBS = on_attention(64, 8, 8)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.helpers.planner_case import HARDWARE, SPEC, job
-from tlora_megatron.cli.plan_deployments import print_idle, thriftiest
+from tlora_megatron.cli.plan_ranking import print_idle, thriftiest
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.fit import Drops, Fit, SpeedBound, expected_longest
 from tlora_megatron.planner.layouts import SearchSpace

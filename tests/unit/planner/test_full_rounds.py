@@ -42,9 +42,8 @@ def test_full_rounds_hold_what_the_real_packer_puts_into_them(
 ) -> None:
     lengths = LengthHistogram.from_counts([(40, 3), (200, 1)])
     jobs = [job(f"job{i}", batch_size=n, lengths=lengths) for i, n in enumerate(batches)]
-    load = RoundModel(jobs).full_load(
-        capacity=480, rows=512, dp_size=dp_size, num_micro_batches=count
-    )
+    plan = Plan(dp_size=dp_size, micro_batch_tokens=512, num_micro_batches=count)
+    load = RoundModel(jobs).full_load(plan, 480)
     assert (load.micro_batches, load.rows) == (count, 512)
     assert load.filled == pytest.approx(load.tokens / count / dp_size)
     how = {"capacity": 480, "dp_size": dp_size, "pp_size": 1, "num_micro_batches": count}

@@ -19,7 +19,7 @@ from tests.helpers.planner_case import H200, step_cost
 from tlora_megatron.planner.candidate import SHARDINGS, Plan
 from tlora_megatron.planner.choices import preferred, sharding_times
 from tlora_megatron.planner.cost.rates import ExpertTimes
-from tlora_megatron.planner.group import BUDGETS, GroupModel
+from tlora_megatron.planner.search import GROUP_BUDGETS, GroupModel
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
 _RATE_BOUND = 0.08
@@ -86,7 +86,7 @@ def test_groups_on_one_to_four_gpus(repo: Path) -> None:
         error = sum(estimate.tokens_per_s) * row.measured_s / row.measured_round_tokens - 1
         assert error > -_RATE_BOUND, row
         layout = (plan.tp_size, plan.pp_size, plan.dp_size, plan.recompute)
-        if layout == (row.tp, row.pp, row.dp, row.recompute) and row.tokens in BUDGETS:
+        if layout == (row.tp, row.pp, row.dp, row.recompute) and row.tokens in GROUP_BUDGETS:
             errors[row.gpus, row.model, row.layers, row.jobs] = error
     assert len(errors) == 5
     assert max(map(abs, errors.values())) < _RATE_BOUND, errors

@@ -16,10 +16,9 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.step_terms import exposed_share, fastest_split
-from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost, Link
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.search import search
+from tlora_megatron.planner.search import GroupModel, search
 from tlora_megatron.planner.workload import LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
 

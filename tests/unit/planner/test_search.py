@@ -29,10 +29,9 @@ from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link
 from tlora_megatron.planner.layouts import SearchSpace
-from tlora_megatron.planner.search import search
+from tlora_megatron.planner.search import GroupModel, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan
 

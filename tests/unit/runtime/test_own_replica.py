@@ -30,19 +30,17 @@ from tlora_megatron.model.layout import (
     ReplicaLayout,
 )
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.replica_rate import replica_rate
+from tlora_megatron.planner.choices import replica_rate
 from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
-from tlora_megatron.runtime import recompute_choice
-from tlora_megatron.runtime.own_replica import (
+from tlora_megatron.runtime import choices
+from tlora_megatron.runtime.backbone import (
     OwnReplica,
     check_replicas_fit,
     log_replicas,
     own_replica,
-    rate_of_shape,
-    rate_of_team,
 )
-from tlora_megatron.runtime.recompute_choice import choose_recompute
+from tlora_megatron.runtime.choices import choose_recompute, rate_of_shape, rate_of_team
 
 
 def own(form: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> OwnReplica:
@@ -240,9 +238,7 @@ def test_memory_is_what_others_leave(
     own = 12 * GB
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 * GB - others - own, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: own)
-    monkeypatch.setattr(
-        recompute_choice, "_hardware", lambda *_: SimpleNamespace(reserved_bytes=10 * GB)
-    )
+    monkeypatch.setattr(choices, "_hardware", lambda *_: SimpleNamespace(reserved_bytes=10 * GB))
     sets = [] if asked is None else [f"run.gpu_memory_gb={asked}"]
     config = load_config(scenario, ["run.recompute=auto", *sets])
-    assert recompute_choice._memory_bytes(config, groups_on("cuda")) == expected
+    assert choices._memory_bytes(config, groups_on("cuda")) == expected

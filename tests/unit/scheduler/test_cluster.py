@@ -133,7 +133,7 @@ def test_pauses() -> None:
 def test_equal_questions_are_asked_once() -> None:
     world = World(job(0, 1), job(0, 1))
     assert world.jobs[0].kind == world.jobs[1].kind
-    assert world.speeds.num_estimates == 1
+    assert len(world.speeds.answers()) == 1
     assert world.speeds.full_speed(0, 2) == 2000
     assert world.speeds.residual((0,), 1) == 0.5
 

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.floor_model import FREE, World, job
+from tests.helpers.floor_model import NO_COST, World, job
 from tlora_megatron.scheduler.fleet import Fleet, Parts
-from tlora_megatron.scheduler.policies.elastic import Sizes, make_room
-from tlora_megatron.scheduler.policies.tentative_groups import TentativeGroups
+from tlora_megatron.scheduler.policies.elastic import ElasticGroups, make_room
 from tlora_megatron.scheduler.policy import ClusterState, Decision, FreeGpus, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Pause, Waiting, WaitingQueue
 
@@ -112,11 +111,11 @@ def test_a_job_that_shrinks_saves_its_state_before_a_paused_one_needs_its_gpus()
         world.add(0, 200, batch=20, num_gpus=2, state_bytes=2e8, max_slowdown=3.0),
         world.add(0, 5, batch=10, base="other"),
     ]
-    cost = replace(FREE, state_bytes_per_s=1e9)
+    cost = replace(NO_COST, state_bytes_per_s=1e9)
     rules = Rules(cost=cost)
     shape = ClusterState(shape=world.shape, free=FreeGpus.all_of(world.shape), quotas={})
     running, short = (Waiting(job=job, tokens_left=job.tokens, queued_s=0.0) for job in jobs[1:])
-    first = TentativeGroups(0.0, shape, world.speeds, rules)
+    first = ElasticGroups(0.0, shape, world.speeds, rules)
     proposal = first.propose(Parts(joining=(running,)), (0, 1))
     assert proposal is not None
     group = replace(proposal.group, number=1)
@@ -125,8 +124,8 @@ def test_a_job_that_shrinks_saves_its_state_before_a_paused_one_needs_its_gpus()
     for back_by_s, makes_room in ((5.1, False), (5.3, True)):
         pause = Pause(gpus=(1,), back_by_s=back_by_s, started_s=0.0, deadline_s=2000.0)
         waits = Waiting(job=jobs[0], tokens_left=jobs[0].tokens, queued_s=0.0, pause=pause)
-        tentative = TentativeGroups(0.0, shape, world.speeds, rules, [waits])
-        left = make_room(tentative, [short], Sizes(world.speeds, 2))
+        tentative = ElasticGroups(0.0, shape, world.speeds, rules, [waits])
+        left = make_room(tentative, [short])
         assert (not left) == makes_room
 
 
@@ -147,7 +146,7 @@ def test_a_pause_counts_only_the_claims_of_jobs_that_still_wait() -> None:
     pause = Pause(gpus=(0,), back_by_s=20.0, started_s=0.0, deadline_s=120.0)
     queue = WaitingQueue([Waiting(job=jobs[0], tokens_left=jobs[0].tokens, queued_s=0.0)])
     running = Decision(members=(0,), gpus=(0,))
-    (group,) = fleet.carry_out([running], queue, now_s=0.0, cost=FREE)
+    (group,) = fleet.carry_out([running], queue, now_s=0.0, cost=NO_COST)
     queue.add(Waiting(job=jobs[1], tokens_left=jobs[1].tokens, queued_s=0.0, pause=pause))
     fleet.charge(jobs[1])
     queue.add(Waiting(job=jobs[2], tokens_left=jobs[2].tokens, queued_s=5.0))
@@ -155,7 +154,7 @@ def test_a_pause_counts_only_the_claims_of_jobs_that_still_wait() -> None:
         Decision(members=(1,), gpus=(1,)),
         Decision(members=(2,), gpus=(0,), dissolve=(group.number,), pause=(0,)),
     ]
-    fleet.carry_out(decisions, queue, now_s=5.0, cost=FREE)
+    fleet.carry_out(decisions, queue, now_s=5.0, cost=NO_COST)
     found = queue[0].pause
     assert found is not None
     assert found.back_by_s == 200 - 95  # its own bound

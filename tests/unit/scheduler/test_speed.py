@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.floor_model import FREE
+from tests.helpers.floor_model import NO_COST
 from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.policy import Changes, ClusterShape, ClusterState, FreeGpus, Rules
 from tlora_megatron.scheduler.queue import Waiting, WaitingQueue
@@ -60,7 +60,7 @@ def _crowd(study: Study) -> tuple[WaitingQueue, ClusterState]:
         rates = study.speeds.rates((entry.job.kind,), 1)
         assert rates is not None
         parts = Parts(joining=(entry,))
-        group = formed(parts, gpus=(number,), rates=rates, now_s=0.0, cost=FREE, number=number)
+        group = formed(parts, gpus=(number,), rates=rates, now_s=0.0, cost=NO_COST, number=number)
         state.groups[number] = group
         state.free.take(group.gpus)
     return WaitingQueue(waiting[_RUNNING:]), state
@@ -91,7 +91,7 @@ def test_a_decision_with_1000_waiting_jobs_calls_few_functions(study: Study, pol
     # Before any job is due, and when some are.
     for now_s in (50.0, max(job.due_s for job in study.jobs[:500])):
         assert made.decide(now_s, queue, state, EVERYTHING_CHANGED)
-        known = study.speeds.num_estimates
+        known = study.speeds.answers()
         decide = lambda now_s=now_s: made.decide(now_s, queue, state, EVERYTHING_CHANGED)  # noqa: E731
         assert _calls(decide) < _MOST_CALLS
-        assert study.speeds.num_estimates == known
+        assert study.speeds.answers() == known

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.floor_model import FREE, World
-from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
+from tests.helpers.floor_model import World
+from tlora_megatron.scheduler.policy import NO_COST, Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.cluster import Faults
 from tlora_megatron.sim.ledger import Ledger
@@ -34,7 +34,7 @@ OUTAGES = st.lists(
     max_size=2,
     unique_by=lambda o: o[1],
 )
-COSTS = st.sampled_from((FREE, RegroupCost(), RegroupCost(weights_bytes={"base": 16e9})))
+COSTS = st.sampled_from((NO_COST, RegroupCost(), RegroupCost(weights_bytes={"base": 16e9})))
 
 
 def world_of(jobs: list[dict[str, Any]]) -> World:
@@ -132,4 +132,4 @@ class Watched:
 @given(jobs=st.lists(JOB, min_size=1, max_size=20), policy=st.sampled_from(sorted(POLICIES)))
 def test_deciding_changes_nothing(jobs: list[dict[str, Any]], policy: str) -> None:
     world = world_of(jobs)
-    world.run(Watched(make_policy(policy, world.speeds, Rules(cost=FREE))))
+    world.run(Watched(make_policy(policy, world.speeds, Rules(cost=NO_COST))))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.floor_model import FREE, World, job
+from scripts.bench.simulate.cases import exceeded_by
+from tests.helpers.floor_model import World, job
 from tlora_megatron.scheduler.fleet import InvariantError
-from tlora_megatron.scheduler.policy import Changes, Decision, Policy, RegroupCost, Rules
+from tlora_megatron.scheduler.policy import NO_COST, Changes, Decision, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.registry import POLICIES, make_policy
 from tlora_megatron.sim.bounds import (
     Limits,
     alone_s,
-    exceeded_by,
     fluid_s,
     least_mean_jct_s,
     limits_of,
@@ -226,7 +226,7 @@ class Recorder:
 
 def test_a_policy_is_told_each_change_once() -> None:
     world = World(job(0, 100), job(10, 50))
-    recorder = Recorder(make_policy("mlora", world.speeds, Rules(cost=FREE)))
+    recorder = Recorder(make_policy("mlora", world.speeds, Rules(cost=NO_COST)))
     world.run(recorder)
     (first, start), (second, join), (third, leave) = recorder.told
     assert (first, second, third) == (0, 10, 60)

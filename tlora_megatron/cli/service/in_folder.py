@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tlora_megatron.cli.tables import open_console, refuse_duplicates
-from tlora_megatron.config.job_rows import Acted, Action, JobState
+from tlora_megatron.config.job_rows import Acted, Action, JobState, is_address
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.service import home as homes
 
@@ -233,11 +233,6 @@ def _is_service(root: Path, waits_s: float) -> bool:
         told = True
         time.sleep(0.1)
     return True
-
-
-def is_address(service: str) -> bool:
-    """True of a service over HTTP."""
-    return service.startswith(("http://", "https://"))
 
 
 def service_folder(given: str | None) -> Path:

@@ -17,23 +17,14 @@ from tlora_megatron.cli.service.in_folder import (
     JobRow,
     Row,
     add_service_argument,
-    is_address,
     missing_job,
     open_service,
     warn,
 )
 from tlora_megatron.cli.tables import refuse_duplicates
-from tlora_megatron.config.job_rows import Acted, Action, JobState
+from tlora_megatron.config.job_rows import Acted, Action, JobState, is_address
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import (
-    ConfigError,
-    apply_override,
-    merge,
-    must,
-    nearest,
-    read_document,
-    unknown,
-)
+from tlora_megatron.config.reader import ConfigError, merge, must, nearest, read_document, unknown
 from tlora_megatron.config.sections import as_job_list, read_job
 from tlora_megatron.service.home import VARIABLE
 
@@ -73,10 +64,7 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
 def _read(path: str, overrides: Sequence[str]) -> dict[str, Any]:
     """A file with defaults merged into its jobs, and absolute paths of what is on this host."""
     try:
-        document = read_document(Path(path))
-        for override in overrides:
-            apply_override(document, override)
-        document = as_job_list(document)
+        document = as_job_list(read_document(Path(path), overrides=overrides))
         for key in document:
             if key not in SECTIONS:
                 raise unknown("", key, SECTIONS)

@@ -18,6 +18,7 @@ from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.spec import ALL_LINEARS, COLUMN_PARALLEL, SHARED_EXPERT_LINEARS, ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.hardware import CollectiveOp
+from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
 
 _Row = tuple[float, ...]
@@ -39,6 +40,10 @@ class JobSums:
         if found is None:
             found = self._dots[key] = _dot(load, values), load, values
         return found[0]
+
+    def mean(self, load: RoundLoad, values: _Row) -> float:
+        """The mean over a round's rows of a value that each job has."""
+        return self.dot(load.job_tokens, values) / max(load.tokens, 1e-9)
 
     def present(self, sequences: _Row, bins: float, values: _Row) -> float:
         """The sum of jobs' values in the mean of `bins` micro-batches of a round."""

@@ -98,20 +98,8 @@ class CostModel:
                 f"{self._longest.name!r}, got {plan.micro_batch_tokens}"
             )
         if plan.num_micro_batches is not None:
-            return self.rounds.full_load(
-                capacity=full_capacity(plan, longest),
-                rows=plan.micro_batch_tokens,
-                dp_size=plan.dp_size,
-                num_micro_batches=plan.num_micro_batches,
-                spreads=spreads,
-            )
-        load = self.rounds.load(
-            micro_batch_tokens=plan.micro_batch_tokens,
-            dp_size=plan.dp_size,
-            pp_size=plan.pp_size,
-            row_multiple=ROW_TILE * plan.cp_size,
-            spreads=spreads,
-        )
+            return self.rounds.full_load(plan, full_capacity(plan, longest), spreads=spreads)
+        load = self.rounds.load(plan, ROW_TILE * plan.cp_size, spreads=spreads)
         is_deep = plan.round_depth > 1 and plan.dp_size > 1 and plan.pp_size == 1
         return self._deep_load(plan, load) if is_deep else load
 

@@ -193,15 +193,12 @@ class ExpertLora:
         forward, backward = (
             work.calls * fixed[side]
             + work.outer_calls * outer_s
-            + routed * self._mean(load, work.routed[side])
-            + own * self._mean(load, work.own[side])
+            + routed * self._sums.mean(load, work.routed[side])
+            + own * self._sums.mean(load, work.own[side])
             + moved[side] / copied
             for side in (0, 1)
         )
         return forward, backward
-
-    def _mean(self, load: RoundLoad, values: tuple[float, ...]) -> float:
-        return self._sums.dot(load.job_tokens, values) / max(load.tokens, 1e-9)
 
     def _work_of(self, split: ExpertSplit) -> _JobWork:
         if split not in self._work:

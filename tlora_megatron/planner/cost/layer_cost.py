@@ -207,7 +207,7 @@ class LayerModel:
             heads = self.spec.num_heads / plan.tp_size
             each = [self._attention_a_row(job, heads) for job in self.jobs]
             times = self._attention[plan.tp_size] = tuple(zip(*each, strict=True))
-        forward, backward = (self._mean(load, side) for side in times)
+        forward, backward = (self._sums.mean(load, side) for side in times)
         filled = load.rows * load.filled_share
         forward, backward = filled * forward, filled * backward
         padding = round(load.rows - filled)
@@ -216,10 +216,6 @@ class LayerModel:
             own = self.rates.attention_s(padding, heads, dim)
             forward, backward = forward + own[0], backward + own[1]
         return forward / plan.cp_size, backward / plan.cp_size
-
-    def _mean(self, load: RoundLoad, values: tuple[float, ...]) -> float:
-        """The mean over jobs' rows of a value that each job has."""
-        return self._sums.dot(load.job_tokens, values) / max(load.tokens, 1e-9)
 
     def _attention_a_row(self, job: JobLoad, heads: float) -> tuple[float, float]:
         dim, mean = self.spec.head_dim, job.lengths.mean
@@ -252,7 +248,7 @@ class LayerModel:
         cost = self.rates.hardware.lora
         bins = load.micro_batches * plan.dp_size
         filled = rows * load.filled_share
-        dropped = load.filled_share * self._mean(load, self._drops)
+        dropped = load.filled_share * self._sums.mean(load, self._drops)
         forward = backward = 0.0
         for site in self._counts(plan)[block]:
             if not any(site.gradients):
@@ -265,7 +261,7 @@ class LayerModel:
             forward += (
                 site.calls * parts * cost.forward_fixed_s
                 + cost.forward_input_s * rows * site.read_in
-                + cost.forward_rank_s * filled * self._mean(load, site.rank_columns)
+                + cost.forward_rank_s * filled * self._sums.mean(load, site.rank_columns)
                 + cost.forward_factor_s * gradients
                 + cost.forward_dropout_s * dropped * inputs
                 + moved[0]
@@ -273,7 +269,7 @@ class LayerModel:
             backward += (
                 site.calls * parts * cost.backward_fixed_s
                 + cost.backward_stream_s * rows * (2 * site.read_out + site.read_in / shard)
-                + cost.backward_rank_s * filled * self._mean(load, site.rank_inputs)
+                + cost.backward_rank_s * filled * self._sums.mean(load, site.rank_inputs)
                 + cost.backward_factor_s * gradients
                 + cost.backward_dropout_s * dropped * inputs
                 + moved[1]
@@ -284,8 +280,8 @@ class LayerModel:
         """Time of passes over a separate branch and of packing values for exchanges."""
         forward, backward = (n * self.rates.element_bytes for n in site.passes)
         if site.placed is not None:
-            forward += load.filled_share * self._mean(load, site.placed[0]) * PLACE_BYTES
-            backward += load.filled_share * self._mean(load, site.placed[1]) * PLACE_BYTES
+            forward += load.filled_share * self._sums.mean(load, site.placed[0]) * PLACE_BYTES
+            backward += load.filled_share * self._sums.mean(load, site.placed[1]) * PLACE_BYTES
         return self.rates.stream_s(rows * forward), self.rates.stream_s(rows * backward)
 
     def _counts(self, plan: Plan) -> dict[str, list[LoraCounts]]:
@@ -340,7 +336,7 @@ class LayerModel:
         """Time of the collectives of s and dS on one linear, forward and backward."""
         exchange = exchange_of(plan, site)
         is_fold = plan.lora_sharding == "fold"
-        width = site.widest if is_fold else self._mean(load, site.exchanged)
+        width = site.widest if is_fold else self._sums.mean(load, site.exchanged)
         size = rows * self.rates.element_bytes * width
         forward, backward = (sum(self._over_tp(plan, op, size) for op in ops) for ops in exchange)
         if plan.lora_sharding == "fold":

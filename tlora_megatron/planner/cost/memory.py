@@ -142,9 +142,7 @@ class MemoryModel:
     def use(self, plan: Plan, rows: float | None = None) -> MemoryUse:
         """Predicts the memory of the pipeline stage that needs most.
 
-        Args:
-            rows: of a micro-batch over its CP ranks; None: the whole budget, or all batches
-                together.
+        `rows` are of a micro-batch over its CP ranks; None: the budget, or all batches together.
         """
         rows = most_rows(self._batches, plan) if rows is None else rows
         in_round = plan.num_micro_batches or 4 * plan.pp_size

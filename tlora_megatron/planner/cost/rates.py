@@ -94,22 +94,6 @@ def over_nodes_s(
     return min(ring_s, tree_s)
 
 
-def all_to_all_over_nodes_s(span: Span, size_bytes: float, hardware: HardwareProfile) -> float:
-    """Time of an all-to-all with equal parts over nodes, of all that a rank sends.
-
-    All GPUs of a node send at once, so each has its share of the cards. What stays in the node goes
-    over NVLink at the same time.
-
-    Raises:
-        ValueError: if the profile has no link between nodes.
-    """
-    link = _link_between(span, hardware)
-    far, near = span.ranks - span.local, span.local - 1
-    over_network_s = far * size_bytes / span.ranks / hardware.gpu_network_bytes_per_s
-    in_node_s = near * size_bytes / span.ranks / hardware.intra_node.bytes_per_s
-    return link.latency_s + max(over_network_s, in_node_s)
-
-
 def _link_between(span: Span, hardware: HardwareProfile) -> Link:
     if hardware.inter_node is None:
         raise ValueError(f"inter_node must be given for {span.ranks} GPUs of several nodes")
@@ -238,11 +222,7 @@ class Rates:
     def collective_s(
         self, op: CollectiveOp, ranks: int, size_bytes: float, *, over: Span | None = None
     ) -> float:
-        """Time of a collective of a tensor gathered, or before it is scattered.
-
-        Args:
-            over: how the group lies over nodes; None: within one.
-        """
+        """Time of a collective of a tensor that is gathered, or before it is scattered."""
         if ranks <= 1 or size_bytes <= 0:
             return 0.0
         if over is not None and over.nodes > 1:
@@ -256,16 +236,19 @@ class Rates:
         return _at(size_bytes, xs, seconds)
 
     def all_to_all_s(self, ranks: int, size_bytes: float, *, over: Span) -> float:
-        """Time of an all-to-all of what a rank sends, its own part included.
+        """Time of an all-to-all with equal parts of what a rank sends, its own part included.
 
         In a node it is taken for as long as an all-gather, in which every GPU receives as much.
-
-        Args:
-            over: how the group lies over nodes.
+        Over nodes all GPUs of a node send at once, so each has its share of the cards. What stays
+        in the node goes over NVLink at the same time.
         """
-        if over.nodes > 1:
-            return all_to_all_over_nodes_s(over, size_bytes, self.hardware)
-        return self.collective_s("all_gather", ranks, size_bytes)
+        if over.nodes == 1:
+            return self.collective_s("all_gather", ranks, size_bytes)
+        link = _link_between(over, self.hardware)
+        far, near = over.ranks - over.local, over.local - 1
+        over_network_s = far * size_bytes / over.ranks / self.hardware.gpu_network_bytes_per_s
+        in_node_s = near * size_bytes / over.ranks / self.hardware.intra_node.bytes_per_s
+        return link.latency_s + max(over_network_s, in_node_s)
 
 
 def _ring_s(op: CollectiveOp, ranks: int, size_bytes: float, link: Link) -> float:

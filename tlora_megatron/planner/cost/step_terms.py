@@ -105,16 +105,14 @@ def exposed_share(parts: int, compute_s: float, comm_s: float, nano_overlap: flo
 
 def fastest_split(plan: Plan, step_time_s: Callable[[Plan], float]) -> Plan:
     """The plan with its fastest number of nano-batches; the number grows as long as that helps."""
-    if not _can_split(plan):
-        return plan
-    time_s = step_time_s(plan)
-    for count in range(plan.num_nano_batches + 1, MOST_NANO_BATCHES + 1):
-        tried = replace(plan, num_nano_batches=count)
+    best, *more = splits(plan)
+    best_s = step_time_s(best) if more else 0.0
+    for tried in more:
         tried_s = step_time_s(tried)
-        if tried_s >= time_s:
+        if tried_s >= best_s:
             break
-        plan, time_s = tried, tried_s
-    return plan
+        best, best_s = tried, tried_s
+    return best
 
 
 def splits(plan: Plan) -> list[Plan]:

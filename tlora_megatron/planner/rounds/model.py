@@ -128,8 +128,8 @@ class RoundModel:
         self._whole: dict[tuple[int, int], ExpectedRounds] = {}
         """Expected rounds of whole batches with room for all, by number of bins and of rounds."""
         self._loads: dict[tuple[int, int, int, int, bool], RoundLoad] = {}
-        self._own: dict[tuple[int, int, int], ReplicaSpread | None] = {}
-        self._sampled: dict[tuple[int, int, int], ReplicaSpread | None] = {}
+        self._own: dict[RoundShape, ReplicaSpread | None] = {}
+        self._sampled: dict[RoundShape, ReplicaSpread | None] = {}
         self._full: dict[tuple[int, int, int, int, bool], RoundLoad] = {}
 
     def expected(self, shape: RoundShape) -> ExpectedRounds:
@@ -144,51 +144,35 @@ class RoundModel:
             )
         return self._expected[shape]
 
-    def load(
-        self,
-        *,
-        micro_batch_tokens: int,
-        dp_size: int,
-        pp_size: int,
-        row_multiple: int,
-        spreads: bool = True,
-    ) -> RoundLoad:
+    def load(self, plan: Plan, row_multiple: int, *, spreads: bool = True) -> RoundLoad:
         """The mean round with rows padded to a multiple; `spreads` also finds replicas' parts."""
-        key = (micro_batch_tokens, dp_size, pp_size, row_multiple, spreads)
+        key = (plan.micro_batch_tokens, plan.dp_size, plan.pp_size, row_multiple, spreads)
         if key not in self._loads:
-            expected = self.expected(RoundShape(micro_batch_tokens, dp_size, pp_size))
-            spread = None
-            if spreads:
-                spread = self._spread(expected, micro_batch_tokens, dp_size, pp_size)
+            shape = RoundShape(*key[:3])
+            expected = self.expected(shape)
+            spread = self._spread(expected, shape) if spreads else None
             self._loads[key] = replace(expected.load(row_multiple), spread=spread)
         return self._loads[key]
 
-    def full_load(
-        self,
-        *,
-        capacity: int,
-        rows: int,
-        dp_size: int,
-        num_micro_batches: int,
-        spreads: bool = True,
-    ) -> RoundLoad:
-        """The mean round of a trainer that runs so many micro-batches of `rows` rows each.
+    def full_load(self, plan: Plan, capacity: int, *, spreads: bool = True) -> RoundLoad:
+        """The mean round of a trainer that runs a fixed number of micro-batches, all rows of each.
 
-        Args:
-            capacity: rows of a micro-batch that jobs may fill.
-            spreads: also find the spread of replicas' parts, which takes longest.
+        `capacity` are the rows of one that jobs may fill. To find replicas' parts takes longest.
         """
-        key = (capacity, rows, dp_size, num_micro_batches, spreads)
+        rows, count = plan.micro_batch_tokens, plan.num_micro_batches
+        assert count is not None, "their number is fixed"
+        key = (capacity, rows, plan.dp_size, count, spreads)
         if key not in self._full:
-            expected = self.expected(RoundShape(capacity, dp_size, 1, num_micro_batches))
+            shape = RoundShape(capacity, plan.dp_size, 1, count)
+            expected = self.expected(shape)
             self._full[key] = RoundLoad(
-                micro_batches=num_micro_batches,
+                micro_batches=count,
                 rows=rows,
                 job_tokens=expected.job_tokens,
                 job_sequences=expected.job_sequences,
                 steps=expected.steps,
-                spread=self._full_spread(expected, *key[:4]) if spreads else None,
-                filled=sum(expected.job_tokens) / (num_micro_batches * dp_size),
+                spread=self._full_spread(expected, shape, count, rows) if spreads else None,
+                filled=sum(expected.job_tokens) / (count * plan.dp_size),
             )
         return self._full[key]
 
@@ -201,46 +185,45 @@ class RoundModel:
         return sum(fullest) / len(fullest), max(fullest)
 
     def _full_spread(
-        self, expected: ExpectedRounds, capacity: int, rows: int, dp_size: int, count: int
+        self, expected: ExpectedRounds, shape: RoundShape, count: int, rows: int
     ) -> ReplicaSpread | None:
         """The spread of replicas that compute equally many rows; they differ in attention."""
-        if dp_size == 1:
+        if shape.dp_size == 1:
             return None
         if expected.bins:
-            return expected.full_spread(dp_size, count * rows)
-        batches, mean = self._sequences, self._tokens / self._sequences
-        share = min(1.0, 2 * _MOST_SEQUENCES / min(batches, capacity * dp_size * count / mean))
+            return expected.full_spread(shape.dp_size, count * rows)
         count = min(count, _SAMPLED_DEPTH)  # more even out
-        shape = RoundShape(capacity, max(2, round(dp_size * share)), 1, count)
-        packed = packed_rounds(Packer(self._batches, shape), _SAMPLED_ROUNDS)
-        return packed.full_spread(shape.dp_size, count * rows)
+        fewer = shape._replace(dp_size=self._few_replicas(shape), fixed=count)
+        packed = packed_rounds(Packer(self._batches, fewer), _SAMPLED_ROUNDS)
+        return packed.full_spread(fewer.dp_size, count * rows)
 
-    def _spread(
-        self, expected: ExpectedRounds, capacity: int, dp_size: int, pp_size: int
-    ) -> ReplicaSpread | None:
+    def _spread(self, expected: ExpectedRounds, shape: RoundShape) -> ReplicaSpread | None:
         """The spread of replicas' parts; of large rounds, by packing some with fewer replicas."""
-        if expected.bins or dp_size == 1:
-            own = (capacity, dp_size, pp_size)
-            if own not in self._own:
-                self._own[own] = expected.spread(dp_size)
-            return self._own[own]
-        batches, mean = self._sequences, self._tokens / self._sequences
-        stages = min(pp_size, 2)  # longer pipelines have more micro-batches to even out
-        room = capacity * dp_size * (4 * stages if stages > 1 else 1)
-        share = min(1.0, 2 * _MOST_SEQUENCES / min(batches, room / mean))
-        key = (capacity, max(2, round(dp_size * share)), stages)
-        if key not in self._sampled:
-            packed = packed_rounds(Packer(self._batches, RoundShape(*key)), _SAMPLED_ROUNDS)
-            self._sampled[key] = packed.spread(key[1])
-        found = self._sampled[key]
+        if expected.bins or shape.dp_size == 1:
+            if shape not in self._own:
+                self._own[shape] = expected.spread(shape.dp_size)
+            return self._own[shape]
+        # Longer pipelines have more micro-batches to even out.
+        fewer = shape._replace(pp_size=min(shape.pp_size, 2))
+        fewer = fewer._replace(dp_size=self._few_replicas(fewer))
+        if fewer not in self._sampled:
+            packed = packed_rounds(Packer(self._batches, fewer), _SAMPLED_ROUNDS)
+            self._sampled[fewer] = packed.spread(fewer.dp_size)
+        found = self._sampled[fewer]
         if found is None:
             return None
         fullest = sum(count * rows for count, rows in expected.fullest) / len(expected.fullest)
-        return replace(found, charged=found.rows * fullest * dp_size / sum(expected.job_tokens))
+        tokens = sum(expected.job_tokens)
+        return replace(found, charged=found.rows * fullest * shape.dp_size / tokens)
+
+    def _few_replicas(self, shape: RoundShape) -> int:
+        """Replicas of which a round has so few sequences that single ones matter."""
+        mean = self._tokens / self._sequences
+        share = 2 * _MOST_SEQUENCES / min(self._sequences, shape.room / mean)
+        return max(2, round(shape.dp_size * min(1.0, share)))
 
     def _expect(self, shape: RoundShape) -> ExpectedRounds:
-        jobs, fewest = self._jobs, shape.fixed or shape.pp_size
-        sequences = sum(job.batch_size for job in jobs)
+        jobs, fewest, sequences = self._jobs, shape.fixed or shape.pp_size, self._sequences
         packed = min(sequences, shape.room / min(job.lengths.mean for job in jobs))
         if packed > _MOST_SEQUENCES:
             key = shape.capacity * shape.dp_size, shape.pp_size, shape.fixed

@@ -13,13 +13,21 @@ from typing import Any, Literal
 import yaml
 
 from tlora_megatron.config.load import config_to_dict
-from tlora_megatron.config.parallel_rules import settle_deterministic
-from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig
-from tlora_megatron.config.sections import refuse_quantization
+from tlora_megatron.config.parallel_rules import SIZES, settle_deterministic, settle_replicas
+from tlora_megatron.config.reader import read_spec
+from tlora_megatron.config.schema import (
+    BaseModelSpec,
+    ParallelSpec,
+    ReplicaSpec,
+    RunConfig,
+    shared_fields,
+)
+from tlora_megatron.config.sections import expand_short_form, refuse_quantization
 from tlora_megatron.model.layout import LoraSharding
 from tlora_megatron.model.quantisation import refuse_published
 from tlora_megatron.model.spec import ModelSpec, refuse_experts
 from tlora_megatron.planner.candidate import Plan
+from tlora_megatron.planner.deploy import RankedDeployment
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import RankedPlan
 from tlora_megatron.runtime.planning.slurm_file import SlurmOptions, slurm_script
@@ -34,18 +42,12 @@ _TRAINER_FLAGS = (
 )
 """Those of `scripts/megatron/finetune.sh` that no plan decides: the jobs end the training, and
 neither Transformer Engine nor apex is needed."""
-SIZES = ("tp_size", "pp_size", "cp_size", "sequence_parallel")
-"""Keys of the section `parallel` that every plan gives."""
 _FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM's flag"}
 """Trainers of others that plans are written for."""
 
 
 def check_base(base: BaseModelSpec, runner: str | None) -> None:
-    """Refuses an FP8 base for programs that have none.
-
-    Args:
-        runner: a kind of files, or a program; None = whichever can.
-    """
+    """Refuses an FP8 base for a kind of files or a program without one; None = whichever can."""
     where = _FOREIGN.get(runner or "")
     if where is None:
         return
@@ -78,19 +80,11 @@ def apply_plan(config: RunConfig, plan: Plan, *, has_experts: bool = False) -> R
         )
     is_power = plan.cp_size & (plan.cp_size - 1) == 0
     divides = plan.cp_size > 1 and is_power and plan.pp_size == 1
-    parallel = ParallelSpec(
-        tp_size=plan.tp_size,
-        pp_size=plan.pp_size,
-        first_stage_layers=plan.first_stage_layers,
-        last_stage_layers=plan.last_stage_layers,
-        cp_size=plan.cp_size,
-        cp_by_micro_batch=config.parallel.cp_by_micro_batch and divides,
-        sequence_parallel=plan.sequence_parallel,
-        ep_size=plan.ep_size,
-        expert_tp_size=plan.expert_tp_size,
-        lora_sharding=plan.lora_sharding if plan.tp_size > 1 else "auto",
-        shard_optimizer=plan.shard_optimizer,
-    )
+    own: dict[str, Any] = {
+        "cp_by_micro_batch": config.parallel.cp_by_micro_batch and divides,
+        "lora_sharding": plan.lora_sharding if plan.tp_size > 1 else "auto",
+    }
+    parallel = ParallelSpec(**shared_fields(plan, ParallelSpec) | own)
     run = replace(
         config.run,
         micro_batch_tokens=plan.micro_batch_tokens,
@@ -325,3 +319,52 @@ def _layout_flags(config: RunConfig, spec: ModelSpec, ranked: RankedPlan) -> lis
     flags += ["--sequence-parallel"] if plan.sequence_parallel else []
     flags += ["--use-distributed-optimizer"] if plan.shard_optimizer else []
     return flags + (["--bf16"] if config.base_model.dtype == "bfloat16" else [])
+
+
+def deployment_overrides(config: RunConfig, best: RankedDeployment) -> list[str]:
+    """The deployment as overrides for `tlora train --set`."""
+    applied, given, plain = _deployed(config, best), config.parallel, ParallelSpec()
+    # Replicas have even stages.
+    stages = ("first_stage_layers", "last_stage_layers")
+    even = [f"parallel.{key}=null" for key in stages if getattr(given, key) is not None]
+    if best.has_recompute_by_rows:
+        return [
+            *([] if given.replicas is None else ["parallel.replicas=null"]),
+            *even,
+            *as_overrides(applied, "parallel", SIZES),
+            *as_overrides(applied, "run", ("micro_batch_tokens", "recompute", "round_depth")),
+        ]
+    sizes = [name for name in SIZES if getattr(given, name) != getattr(plain, name)]
+    return [
+        *even,
+        *as_overrides(replace(config, parallel=plain), "parallel", sizes),
+        f"parallel.replicas={best.deployment}",
+        *as_overrides(applied, "run", ("nano_batches", "round_depth")),
+    ]
+
+
+def write_deployment(
+    path: Path, config: RunConfig, best: RankedDeployment, hardware: HardwareProfile
+) -> str:
+    """Writes a configuration with the deployment; returns the line that starts it."""
+    write_config(path, _deployed(config, best))
+    return start_command(path, best.deployment.world_size, hardware)
+
+
+def _deployed(config: RunConfig, best: RankedDeployment) -> RunConfig:
+    # Where the configuration leaves the default depth, auto is what was planned.
+    depth = config.run.round_depth
+    run = replace(config.run, round_depth="auto" if depth == 1 else depth)
+    plain = ParallelSpec(lora_sharding=config.parallel.lora_sharding)
+    if best.has_recompute_by_rows:  # which `parallel.replicas` does not name: all are alike
+        layout = best.deployment.replicas[0]
+        assert layout.micro_batch_tokens is not None, "the planner names every budget"
+        sizes: dict[str, Any] = {name: getattr(layout, name) for name in SIZES}
+        run = replace(run, micro_batch_tokens=layout.micro_batch_tokens, recompute="auto")
+        return replace(config, parallel=replace(plain, **sizes), run=run)
+    if not best.deployment.tp_is_alike:
+        run = replace(run, nano_batches=1)
+    parts = expand_short_form(str(best.deployment), "parallel.replicas")
+    specs = tuple(read_spec(ReplicaSpec, part, "parallel.replicas") for part in parts)
+    parallel, run = settle_replicas(replace(plain, replicas=specs), run)
+    return replace(config, parallel=parallel, run=run)

@@ -1,4 +1,4 @@
-"""The planner's view of a configured run: the model's shape, every job's lengths, the fastest plan.
+"""The planner's view of a configured run: its model, its jobs' lengths, the fastest plan.
 
 Lengths come from the jobs' data through the base's tokenizer. That takes a while the first time, so
 they are kept in the user's cache directory. An option gives lengths for planning without data.
@@ -24,6 +24,7 @@ from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.advice import advise
+from tlora_megatron.planner.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
     find_profile,
@@ -84,11 +85,6 @@ _FORMAT = 3
 """Version of the cached files' format, and of how rows are read."""
 
 
-def plan_model(config: RunConfig) -> ModelSpec:
-    """The shape of a run's base model, with its linears that hold FP8 codes."""
-    return base_shape(config.base_model)
-
-
 def base_shape(base: BaseModelSpec) -> ModelSpec:
     """The shape of a base model, with its linears that hold FP8 codes."""
     spec = read_model_spec(base.config_file)
@@ -99,9 +95,17 @@ def base_shape(base: BaseModelSpec) -> ModelSpec:
     return replace(spec, fp8_linears=quantisation.layers_by_linear, fp8_in_blocks=in_blocks)
 
 
-def largest_portion(config: RunConfig) -> int | None:
-    """The largest `portion_tokens` that is given; None if there is none."""
-    return max((job.portion_tokens for job in config.jobs if job.portion_tokens), default=None)
+def open_space(config: RunConfig, **fixed: Any) -> SearchSpace:
+    """What a configuration leaves open to a plan, less what else is fixed."""
+    asked = config.parallel.lora_sharding
+    portions = (job.portion_tokens for job in config.jobs if job.portion_tokens)
+    configured = {
+        "lora_sharding": None if asked == "auto" else asked,
+        "largest_portion": max(portions, default=None),
+        "shard_optimizer": config.parallel.shard_optimizer or None,
+        "deterministic": config.run.deterministic or None,
+    }
+    return SearchSpace(**configured | fixed)
 
 
 def plan_hardware(name: str) -> HardwareProfile:
@@ -261,16 +265,9 @@ def best_plan(
     Raises:
         ValueError: if none fits, with changes that would help; or if jobs or data cannot be used.
     """
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     jobs = plan_jobs(config, spec, lengths)
-    asked = config.parallel.lora_sharding
-    space = SearchSpace(
-        runs_in="train",
-        lora_sharding=None if asked == "auto" else asked,
-        largest_portion=largest_portion(config),
-        shard_optimizer=config.parallel.shard_optimizer or None,
-        deterministic=config.run.deterministic or None,
-    )
+    space = open_space(config, runs_in="train")
     result = search(spec, jobs, hardware, num_gpus, space)
     if result.best is None:
         reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
@@ -280,3 +277,48 @@ def best_plan(
             f"{reasons}. {advice}"
         )
     return result.best
+
+
+def check_deployable(config: RunConfig) -> None:
+    """Refuses configurations that unlike replicas cannot keep."""
+    why = "with --replicas any"
+    # Portions are dealt out by replicas' sizes, and what is chosen here rests on time alone.
+    remedy = "leave --replicas any out, or name parallel.replicas yourself"
+    if config.run.deterministic:
+        raise must("run.deterministic", f"be false {why}", True, remedy)
+    if config.parallel.shard_optimizer:
+        raise must("parallel.shard_optimizer", f"be false {why}", True, "leave --replicas any out")
+    if config.parallel.lora_sharding not in ("auto", "fold"):
+        raise must(
+            "parallel.lora_sharding", f"be auto or fold {why}", config.parallel.lora_sharding
+        )
+    for job in config.jobs:
+        if job.portion_tokens is not None:
+            name = f"portion_tokens of job {job.name}"
+            raise must(name, f"be null {why}", job.portion_tokens, remedy)
+
+
+def best_deployment(
+    config: RunConfig,
+    num_gpus: int,
+    hardware: HardwareProfile,
+    lengths: LengthHistogram | None = None,
+) -> RankedDeployment:
+    """Returns the deployment with which `tlora train` is fastest; the same one on every process.
+
+    Raises:
+        ValueError: if no replica holds the longest sequence, or for what cannot be used.
+    """
+    check_deployable(config)
+    spec = base_shape(config.base_model)
+    jobs = plan_jobs(config, spec, lengths)
+    space = SearchSpace(runs_in="train")
+    best = deploy(spec, jobs, hardware, num_gpus, space).best
+    if best is None:
+        longest = max(job.lengths.longest for job in jobs)
+        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
+        raise ValueError(
+            f"--replicas any must find replicas for sequences of {longest} tokens on {num_gpus} x "
+            f"{hardware.gpu}, got none. Replicas alike: {advice}"
+        )
+    return best

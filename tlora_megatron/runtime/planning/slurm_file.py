@@ -102,11 +102,7 @@ class SlurmOptions:
 def slurm_script(
     jobs: Path, nodes: int, gpus: int, *, whole_nodes: bool, note: str, options: SlurmOptions
 ) -> str:
-    """The text of a script for sbatch.
-
-    Args:
-        whole_nodes: a node has no further GPUs.
-    """
+    """The text of a script for sbatch; `whole_nodes`: a node has no further GPUs."""
     given = _given_options(options.sbatch, gpus)
     cores = str(_CORES_OF_A_GPU * gpus)
     named = _defaults(nodes, gpus, cores, whole_nodes=whole_nodes) | given

@@ -38,13 +38,9 @@ class AdapterShelf:
         return len(self._bank.adapters)
 
     def fetch(self, key: AdapterKey, in_use: Collection[AdapterKey]) -> bool:
-        """Makes sure that an adapter is in the bank; slots may change.
+        """Makes sure that an adapter is in the bank; slots may change, but those `in_use` stay.
 
-        Args:
-            in_use: adapters that must stay.
-
-        Returns:
-            False if there is no room until one of these is free.
+        Returns False if there is no room until one of these is free.
         """
         if key in self._held:
             self._held[key] = self._held.pop(key)

@@ -337,7 +337,7 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
         "run": {"micro_batch_tokens": step_tokens},
     }
     config = read_gang_config(sections, Path("/"), output_dir="/")
-    known = know_base(config, rank=0, world_size=1, refuses_gpt_oss="the base of a sampler")
+    known = know_base(config, (0, 1), refuses_gpt_oss="the base of a sampler")
     spec = known.spec
     opened = open_backbone(config, known)
     held = frozenset(spec.peft_targets)

@@ -6,46 +6,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.fleet import Parts
-from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
 from tlora_megatron.scheduler.policies.tlora import EXPECTED, NetBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
 from tlora_megatron.scheduler.queue import Group, Job, Waiting, WaitingQueue
 
 
-class Sizes:
-    """Numbers of GPUs for single jobs, as their speeds suggest."""
+class ElasticGroups(TentativeGroups):
+    """Groups as a decision would leave them, and the numbers of GPUs that suit single jobs."""
 
-    def __init__(self, speeds: Speeds, num_gpus: int) -> None:
-        self._speeds = speeds
-        self._num_gpus = num_gpus
-
-    def of(self, job: Job) -> Mapping[int, float]:
+    def sizes(self, job: Job) -> Mapping[int, float]:
         """Numbers of GPUs worth holding, with speeds; of a driven job what it asks for."""
-        found = {} if job.is_open else self._speeds.sizes(job.kind, self._num_gpus)
+        found = {} if job.is_open else self.speeds.sizes(job.kind, self.shape.num_gpus)
         return found or {job.num_gpus: job.isolated_tokens_per_s}
 
     def least_s(self, waiting: Waiting) -> float:
         """Time that the remaining work takes where the job is fastest; 0 if its client waits."""
         if waiting.job.is_open:
             return 0.0
-        return waiting.tokens_left / max(self.of(waiting.job).values())
+        return waiting.tokens_left / max(self.sizes(waiting.job).values())
 
     def by_cost(self, waiting: Waiting, num_waiting: int) -> list[int]:
         """Numbers of GPUs, the best first: the job's own time, and what it delays."""
-        share = (num_waiting + EXPECTED) / self._num_gpus
-        found = self.of(waiting.job)
+        share = (num_waiting + EXPECTED) / self.shape.num_gpus
+        found = self.sizes(waiting.job)
         return sorted(found, key=lambda g: (waiting.tokens_left / found[g] * (1 + share * g), g))
 
 
-def join_clients(tentative: TentativeGroups, order: list[Waiting], sizes: Sizes) -> list[Waiting]:
+def join_clients(tentative: ElasticGroups, order: list[Waiting]) -> list[Waiting]:
     """Starts jobs beside clients' where they end no later than by waiting; returns those left."""
     if not any(_is_driven(group) for group in tentative.groups.values()):
         return order
     starts_s = list_schedule(tentative, order)
     left = []
     for waiting in order:
-        by_s = starts_s[waiting.job.index] + sizes.least_s(waiting)
+        by_s = starts_s[waiting.job.index] + tentative.least_s(waiting)
         found = None if waiting.pause or waiting.job.is_open else _beside(tentative, waiting, by_s)
         if found is None:
             left.append(waiting)
@@ -55,7 +50,7 @@ def join_clients(tentative: TentativeGroups, order: list[Waiting], sizes: Sizes)
 
 
 def _beside(
-    tentative: TentativeGroups, waiting: Waiting, by_s: float
+    tentative: ElasticGroups, waiting: Waiting, by_s: float
 ) -> tuple[Group, Proposal] | None:
     """The clients' group in which the job ends first, if that is by `by_s`."""
     best, first_s = None, by_s
@@ -97,7 +92,7 @@ class Room:
     waiting: Waiting
     gpus: tuple[int, ...]
 
-    def take(self, tentative: TentativeGroups) -> None:
+    def take(self, tentative: ElasticGroups) -> None:
         """Shrinks or pauses the group, and starts the job."""
         if self.rest is None:
             tentative.pause(self.group)
@@ -108,7 +103,7 @@ class Room:
         tentative.accept(own)
 
 
-def make_room(tentative: TentativeGroups, order: Sequence[Waiting], sizes: Sizes) -> list[Waiting]:
+def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waiting]:
     """Starts waiting jobs on GPUs of groups that have longer to train; returns those still left.
 
     A job gains what it would wait; the group loses its GPUs for as long as the job trains, and two
@@ -127,7 +122,7 @@ def make_room(tentative: TentativeGroups, order: Sequence[Waiting], sizes: Sizes
         )
         tried += may_ask
         wait_s = starts_s[waiting.job.index] - tentative.now_s
-        room = _best(tentative, waiting, wait_s, sizes, len(order) - 1 - place) if may_ask else None
+        room = _best(tentative, waiting, wait_s, len(order) - 1 - place) if may_ask else None
         if room is None:
             left.append(waiting)
         else:
@@ -136,22 +131,22 @@ def make_room(tentative: TentativeGroups, order: Sequence[Waiting], sizes: Sizes
 
 
 def _best(
-    tentative: TentativeGroups, waiting: Waiting, wait_s: float, sizes: Sizes, num_behind: int
+    tentative: ElasticGroups, waiting: Waiting, wait_s: float, num_behind: int
 ) -> Room | None:
     best, most_s = None, 0.0
-    end_s = wait_s + sizes.least_s(waiting)
-    speeds = sizes.of(waiting.job)
-    for size in sizes.by_cost(waiting, num_behind)[:_MOST_SIZES]:
+    end_s = wait_s + tentative.least_s(waiting)
+    speeds = tentative.sizes(waiting.job)
+    for size in tentative.by_cost(waiting, num_behind)[:_MOST_SIZES]:
         own_s = waiting.tokens_left / speeds[size]
         for group in _givers(tentative, size, own_s) if own_s < end_s else ():
-            loss_s, keep = _loss(tentative, group, size, own_s, sizes)
+            loss_s, keep = _loss(tentative, group, size, own_s)
             net_s = end_s - own_s - loss_s
             if net_s > most_s and (room := _room(tentative, waiting, group, size, keep)):
                 best, most_s = room, net_s
     return best
 
 
-def _givers(tentative: TentativeGroups, size: int, for_s: float) -> Iterator[Group]:
+def _givers(tentative: ElasticGroups, size: int, for_s: float) -> Iterator[Group]:
     """Groups of one job with so many GPUs at least and longer to train."""
     for group in tentative.groups.values():
         if (
@@ -165,16 +160,14 @@ def _givers(tentative: TentativeGroups, size: int, for_s: float) -> Iterator[Gro
             yield group
 
 
-def _loss(
-    tentative: TentativeGroups, group: Group, size: int, for_s: float, sizes: Sizes
-) -> tuple[float, int]:
+def _loss(tentative: ElasticGroups, group: Group, size: int, for_s: float) -> tuple[float, int]:
     """Seconds that a group loses, what a move must bring included, and the GPUs it keeps."""
     member, cost = group.members[0], tentative.rules.cost
     pause_s = cost.save_s([member.job]) + cost.pause_s((), group.gpus, [member.job])
     paused_s = for_s + PAYS * pause_s
     rest = len(group.gpus) - size
     keep = 1 << (rest.bit_length() - 1) if rest else 0
-    rate = sizes.of(member.job).get(keep)
+    rate = tentative.sizes(member.job).get(keep)
     if rate is None:
         return paused_s, 0
     slower_s = for_s * (1 - rate / member.tokens_per_s) + (PAYS + 1) * pause_s
@@ -182,7 +175,7 @@ def _loss(
 
 
 def _room(
-    tentative: TentativeGroups, waiting: Waiting, group: Group, size: int, keep: int
+    tentative: ElasticGroups, waiting: Waiting, group: Group, size: int, keep: int
 ) -> Room | None:
     """The room that a group gives; None if a bound or a paused job forbids it."""
     rest = None
@@ -202,7 +195,7 @@ def _room(
     return None if end_s > pause.back_by_s else Room(group, None, waiting, gpus)
 
 
-def grow(tentative: TentativeGroups, sizes: Sizes) -> None:
+def grow(tentative: ElasticGroups) -> None:
     """Widens groups of one job into free GPUs, where that pays for the pause."""
     tried: set[int] = set()
     while tentative.free.num:
@@ -210,7 +203,7 @@ def grow(tentative: TentativeGroups, sizes: Sizes) -> None:
             (saved_s, group, size)
             for group in tentative.groups.values()
             if group.number not in tried and not tentative.is_reserved(group)
-            for saved_s, size in [_best_size(tentative, group, sizes)]
+            for saved_s, size in [_best_size(tentative, group)]
             if size
         ]
         if not found:
@@ -222,7 +215,7 @@ def grow(tentative: TentativeGroups, sizes: Sizes) -> None:
             tentative.accept(larger, (group,))
 
 
-def _best_size(tentative: TentativeGroups, group: Group, sizes: Sizes) -> tuple[float, int]:
+def _best_size(tentative: ElasticGroups, group: Group) -> tuple[float, int]:
     """Seconds that each further GPU saves at the best number of GPUs; that number, 0 = none."""
     if len(group.members) > 1 or group.members[0].job.is_open:
         return 0.0, 0
@@ -230,19 +223,16 @@ def _best_size(tentative: TentativeGroups, group: Group, sizes: Sizes) -> tuple[
     left_s = group.last_end_s - max(tentative.now_s, group.ready_s)
     options = [
         (left_s * (1 - member.tokens_per_s / rate) / (size - num), size)
-        for size, rate in sizes.of(member.job).items()
+        for size, rate in tentative.sizes(member.job).items()
         if 0 < size - num <= tentative.free.num and rate > member.tokens_per_s
     ]
     return max(options, default=(0.0, 0))
 
 
-def _wider(tentative: TentativeGroups, group: Group, size: int) -> Proposal | None:
-    """The group on more GPUs, its own among those it may get; None if it does not pay."""
-    free = tentative.free.copy()
-    free.give(group.gpus)
-    gpus = free.find(size)
-    larger = gpus and tentative.propose(tentative.parts_of(group), gpus, group)
-    if not larger:
+def _wider(tentative: ElasticGroups, group: Group, size: int) -> Proposal | None:
+    """The group on more GPUs; None if it does not pay."""
+    larger = tentative.wider(group, size)
+    if larger is None:
         return None
     pause_s = larger.group.ready_s - max(tentative.now_s, group.ready_s)
     saved_s = group.last_end_s - larger.group.last_end_s
@@ -268,41 +258,38 @@ class Elastic(NetBenefit):
         self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
     ) -> list[Decision]:
         """Starts, pauses, shrinks, fuses and widens groups; implements `Policy.decide`."""
-        tentative = TentativeGroups(
+        tentative = ElasticGroups(
             now_s, cluster, self.speeds, self.rules, jobs.paused(), most_mixes=_MOST_MIXES
         )
-        sizes = Sizes(self.speeds, cluster.shape.num_gpus)
-        order = self._order(now_s, jobs, cluster, sizes)
-        left = _start(tentative, order, sizes, changes)
-        left = join_clients(tentative, left, sizes)
-        left = make_room(tentative, left, sizes)
+        order = self._all_in_order(tentative, jobs, cluster)
+        left = _start(tentative, order, changes)
+        left = join_clients(tentative, left)
+        left = make_room(tentative, left)
         fresh = [waiting for waiting in left if waiting.pause is None]
         if self.rules.use_residual and fresh:
-            self._merge(tentative, fresh, Hosts(tentative, changes), len(jobs))
-        grow(tentative, sizes)
+            self._merge(tentative, Hosts(tentative, changes, fresh, len(jobs)))
+        grow(tentative)
         return tentative.decisions()
 
-    def _order(
-        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, sizes: Sizes
+    def _all_in_order(
+        self, tentative: ElasticGroups, jobs: WaitingQueue, cluster: ClusterState
     ) -> list[Waiting]:
         """The jobs to look at: the shortest first; before an overdue one come all paused jobs."""
         lookahead = self.rules.lookahead
-        overdue = jobs.overdue(now_s, lookahead, cluster.may_run)
+        overdue = jobs.overdue(tentative.now_s, lookahead, cluster.may_run)
         overdue = [waiting for waiting in overdue if waiting.pause is None]
         first = {waiting.job.index for waiting in overdue}
         others = {w.job.index: w for w in jobs.by_size(lookahead, cluster.may_run)}
         others |= {w.job.index: w for w in jobs.paused()}
         rest = [waiting for index, waiting in others.items() if index not in first]
-        rest.sort(key=lambda w: (-w.job.priority, sizes.least_s(w), w.job.index))
+        rest.sort(key=lambda w: (-w.job.priority, tentative.least_s(w), w.job.index))
         if not overdue:
             return rest
         back = [waiting for waiting in rest if waiting.pause is not None]
         return [*back, *overdue, *(waiting for waiting in rest if waiting.pause is None)]
 
 
-def _start(
-    tentative: TentativeGroups, order: list[Waiting], sizes: Sizes, changes: Changes
-) -> list[Waiting]:
+def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> list[Waiting]:
     """Starts jobs on free GPUs, in order, and returns those that still wait.
 
     A job that does not fit lets the next ones pass; nodes are reserved for an overdue one.
@@ -316,7 +303,7 @@ def _start(
         proposal = None
         if changes.freed or job.index in changes.arrived or is_overdue:
             if tentative.free.num and (is_paused or kind not in refused):
-                proposal = _placed(tentative, waiting, sizes, len(order) - 1 - place)
+                proposal = _placed(tentative, waiting, len(order) - 1 - place)
             proposal = proposal or tentative.on_reserved_gpus(waiting)
         if proposal is not None:
             tentative.accept(proposal)
@@ -329,14 +316,12 @@ def _start(
     return left
 
 
-def _placed(
-    tentative: TentativeGroups, waiting: Waiting, sizes: Sizes, num_behind: int
-) -> Proposal | None:
+def _placed(tentative: ElasticGroups, waiting: Waiting, num_behind: int) -> Proposal | None:
     """The job back on its GPUs if it was paused and they are free, else on the best free ones."""
     home = tentative.back_home(waiting)
     if home is not None:
         return home
-    for size in sizes.by_cost(waiting, max(0, num_behind - tentative.free.num)):
+    for size in tentative.by_cost(waiting, max(0, num_behind - tentative.free.num)):
         if size <= tentative.free.num and (proposal := tentative.alone(waiting, size)):
             return proposal
     return None

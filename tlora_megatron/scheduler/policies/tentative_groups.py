@@ -9,13 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.fleet import (
-    Parts,
-    ends_in_bounds,
-    formed,
-    paused,
-    speeds_in_bounds,
-)
+from tlora_megatron.scheduler.fleet import Parts, ends_in_bounds, formed, paused, speeds_in_bounds
 from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
 from tlora_megatron.scheduler.policy import (
     Changes,
@@ -113,7 +107,7 @@ class TentativeGroups:
         self.free = cluster.free.copy()
         self.groups = dict(cluster.groups)
         self._cluster = cluster
-        self._speeds = speeds
+        self.speeds = speeds
         self.rules = rules
         self._parts: dict[int, Parts] = {}
         self._dissolved: set[int] = set()
@@ -189,7 +183,7 @@ class TentativeGroups:
             self._mixes.add((kinds, len(gpus)))
             if len(self._mixes) > self._most_mixes:
                 return None
-        rates = self._speeds.rates(kinds, len(gpus))
+        rates = self.speeds.rates(kinds, len(gpus))
         if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates.by_kind)):
             return None
         group = formed(
@@ -199,9 +193,7 @@ class TentativeGroups:
             now_s=self.now_s,
             cost=self.rules.cost,
             number=-1 - self._new if host is None else host.number,
-            vacated_s=0.0
-            if parts.running or not self._vacated_s
-            else max([self._vacated_s.get(gpu, 0.0) for gpu in gpus]),
+            vacated_s=self._vacated_s,
         )
         if keep_bounds and not ends_in_bounds(group):
             return None
@@ -229,7 +221,7 @@ class TentativeGroups:
     def _demands_too_much(self, jobs: list[Job], num_gpus: int) -> bool:
         """True if the members' bounds demand more than full speed, which saves searches."""
         least = sum([job.least_tokens_per_s for job in jobs])
-        return least > _MOST_OF_FULL * self._speeds.full_speed(jobs[0].kind, num_gpus)
+        return least > _MOST_OF_FULL * self.speeds.full_speed(jobs[0].kind, num_gpus)
 
     def with_joining(self, host: Group, waiting: Waiting) -> Proposal | None:
         """The host with one more member; None as in `propose`, or if a quota forbids it."""
@@ -251,6 +243,13 @@ class TentativeGroups:
             if proposal is not None:
                 return proposal
         return None
+
+    def wider(self, group: Group, num_gpus: int) -> Proposal | None:
+        """A group on more GPUs, its own among those it may get; None as in `propose`."""
+        free = self.free.copy()
+        free.give(group.gpus)
+        gpus = free.find(num_gpus)
+        return None if gpus is None else self.propose(self.parts_of(group), gpus, group)
 
     def back_home(self, waiting: Waiting) -> Proposal | None:
         """A paused job on the GPUs that it held; None if it never was, or they are not all free."""
@@ -325,10 +324,14 @@ class TentativeGroups:
 
 
 class Hosts:
-    """Candidate hosts for waiting jobs, without the pairs that were tried before."""
+    """Jobs that found no GPUs, and groups that may host them, without pairs that were tried."""
 
-    def __init__(self, tentative: TentativeGroups, changes: Changes) -> None:
+    def __init__(
+        self, tentative: TentativeGroups, changes: Changes, left: list[Waiting], num_waiting: int
+    ) -> None:
+        """Begins with the first of so many jobs that wait, in the policy's order."""
         self._tentative = tentative
+        self.left, self.num_waiting = left, num_waiting
         self._new = changes.arrived
         self._changed = set(changes.regrouped)
 
@@ -339,11 +342,11 @@ class Hosts:
         """Notes that this decision has changed a group, so that old jobs are tried against it."""
         self._changed.add(group.number)
 
-    def candidates(self, order: Iterable[Waiting]) -> list[Waiting]:
-        """The jobs of `order` for which there can be a host."""
+    def candidates(self) -> list[Waiting]:
+        """The jobs for which there can be a host."""
         groups = self._tentative.groups
         changed = {groups[number].base for number in self._changed if number in groups}
-        return [w for w in order if w.job.index in self._new or w.job.base in changed]
+        return [w for w in self.left if w.job.index in self._new or w.job.base in changed]
 
     def of(self, waiting: Waiting) -> list[Group]:
         """Groups of the job's base model to try it against, by number."""

@@ -16,16 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tlora_megatron.scheduler.group_throughput import Speeds
-from tlora_megatron.scheduler.policies.admission import grow, separate, shrink, start_alone
+from tlora_megatron.scheduler.policies.admission import Choose, Grouping, grow, separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import (
-    Changes,
-    ClusterState,
-    Decision,
-    Rules,
-    soonest_nodes,
-)
+from tlora_megatron.scheduler.policy import ClusterState, soonest_nodes
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
@@ -37,16 +30,15 @@ beyond the merge at hand. The best of 11 pairs on five cells of scripts/bench/si
 class MergeBenefit:
     """Compares a merge with waiting for free GPUs, for the joining job, its host and the queue."""
 
-    def __init__(
-        self, tentative: TentativeGroups, order: Sequence[Waiting], num_waiting: int
-    ) -> None:
+    def __init__(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         """Plans when each of the first waiting jobs would start without merges."""
         self._tentative = tentative
         self._room_s: dict[int, float] = {}
         self._now_s = tentative.now_s
         self._num_gpus = tentative.shape.num_gpus
-        self._behind = {w.job.index: num_waiting - 1 - i for i, w in enumerate(order)}
-        self._starts_s = list_schedule(tentative, order)
+        last = hosts.num_waiting - 1
+        self._behind = {w.job.index: last - i for i, w in enumerate(hosts.left)}
+        self._starts_s = list_schedule(tentative, hosts.left)
 
     def gain_s(self, waiting: Waiting, host: Group, merged: Group) -> float:
         """Weighted seconds by which jobs end earlier with the merge than without it.
@@ -113,37 +105,20 @@ _Ranked = tuple[float, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Grouping:
-    speeds: Speeds
-    rules: Rules
-
-    @property
-    def keeps_bounds(self) -> bool:
-        """True except in the ablation without bounds."""
-        return self.rules.keep_bounds
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResidualGrouping(_Grouping):
+class ResidualGrouping(Grouping):
     """Merges each waiting job into the running group that it fits most tightly."""
 
-    def decide(
-        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
-    ) -> list[Decision]:
-        """Starts waiting jobs alone or in running groups; implements `Policy.decide`."""
-        rules = self.rules
-        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
-        if len(jobs):
-            if jobs.overdue(now_s, 1, cluster.may_run):
-                shrink(tentative)
-            queue = jobs.by_arrival(rules.lookahead, cluster.may_run)
-            others = sorted(queue, key=lambda w: self._urgent_first(w, now_s))
-            left = start_alone(tentative, jobs, cluster, changes, others)
-            if rules.use_residual:
-                self._merge(tentative, left, Hosts(tentative, changes))
-        elif changes.freed and cluster.free.num:
-            separate(tentative, rules)
-        return tentative.decisions()
+    def _order(
+        self, tentative: TentativeGroups, jobs: WaitingQueue, cluster: ClusterState
+    ) -> list[Waiting]:
+        """The most urgent first; before an overdue one starts, groups give up GPUs."""
+        if jobs.overdue(tentative.now_s, 1, cluster.may_run):
+            shrink(tentative)
+        queue = jobs.by_arrival(self.rules.lookahead, cluster.may_run)
+        return sorted(queue, key=lambda w: self._urgent_first(w, tentative.now_s))
+
+    def _spread(self, tentative: TentativeGroups) -> None:
+        separate(tentative)
 
     def _urgent_first(self, waiting: Waiting, now_s: float) -> tuple[float, float, float, int]:
         job = waiting.job
@@ -151,9 +126,9 @@ class ResidualGrouping(_Grouping):
         residual = self.speeds.residual((job.kind,), job.num_gpus)
         return (-job.priority, -urgency, residual, job.index)
 
-    def _merge(self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts) -> None:
+    def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         ranked: dict[tuple[bool, str], list[list[_Ranked]]] = {}
-        for waiting in hosts.candidates(left):
+        for waiting in hosts.candidates():
             key = (hosts.is_new(waiting), waiting.job.base)
             if key not in ranked:
                 ranked[key] = [[], [], []]
@@ -203,40 +178,24 @@ EXPECTED = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NetBenefit(_Grouping):
+class NetBenefit(Grouping):
     """Merges a waiting job where that brings forward the ends of all jobs most."""
 
-    def decide(
-        self, now_s: float, jobs: WaitingQueue, cluster: ClusterState, changes: Changes
-    ) -> list[Decision]:
-        """Starts, merges, splits or widens groups; implements `Policy.decide`."""
-        rules = self.rules
-        tentative = TentativeGroups(now_s, cluster, self.speeds, rules)
-        if len(jobs):
-            others = jobs.by_size(rules.lookahead, cluster.may_run)
-            left = start_alone(
-                tentative,
-                jobs,
-                cluster,
-                changes,
-                others,
-                lambda order: _Sizes(self.speeds, order, cluster).choose,
-            )
-            if rules.use_residual:
-                self._merge(tentative, left, Hosts(tentative, changes), len(jobs))
-        elif changes.freed and cluster.free.num:
-            separate(tentative, rules)
-            grow(tentative)
-        return tentative.decisions()
+    shortest_first: bool = True
 
-    def _merge(
-        self, tentative: TentativeGroups, left: list[Waiting], hosts: Hosts, num_waiting: int
-    ) -> None:
+    def _chooser(self, order: Sequence[Waiting]) -> Choose:
+        return _Sizes(order).choose
+
+    def _spread(self, tentative: TentativeGroups) -> None:
+        separate(tentative)
+        grow(tentative)
+
+    def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         refused: set[tuple[int, int, bool]] = set()
-        candidates = hosts.candidates(left)
+        candidates = hosts.candidates()
         if not candidates:
             return
-        benefit = MergeBenefit(tentative, left, num_waiting)
+        benefit = MergeBenefit(tentative, hosts)
         for waiting in candidates:
             key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
             if key in refused:
@@ -276,11 +235,8 @@ class NetBenefit(_Grouping):
 class _Sizes:
     """Chooses on how many GPUs a job starts: fewer than it asks for if others wait for the rest."""
 
-    def __init__(self, speeds: Speeds, order: Sequence[Waiting], cluster: ClusterState) -> None:
-        self._speeds = speeds
-        self._num_gpus = cluster.shape.num_gpus
-        asked = [waiting.job.num_gpus for waiting in order]
-        self._demand = [0, *accumulate(asked)]
+    def __init__(self, order: Sequence[Waiting]) -> None:
+        self._demand = [0, *accumulate(waiting.job.num_gpus for waiting in order)]
         self._place = {waiting.job.index: place for place, waiting in enumerate(order)}
 
     def choose(self, tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
@@ -288,7 +244,7 @@ class _Sizes:
         asked = waiting.job.num_gpus
         others = self._held_up(tentative, waiting)
         sizes = [asked >> power for power in range(asked.bit_length())]
-        for size in sorted(sizes, key=lambda size: self._cost_s(waiting, size, others)):
+        for size in sorted(sizes, key=lambda size: _cost_s(tentative, waiting, size, others)):
             proposal = tentative.alone(waiting, size)
             if proposal is not None:
                 return proposal if self._ends_earlier(tentative, waiting, proposal.group) else None
@@ -307,11 +263,14 @@ class _Sizes:
         room = self._demand[place] + tentative.free.num
         return len(self._demand) - max(place + 2, bisect_right(self._demand, room))
 
-    def _cost_s(self, waiting: Waiting, num_gpus: int, others: int) -> tuple[float, int]:
-        """Sort key: the job's own time plus the time by which it delays others, then fewer GPUs."""
-        rates = self._speeds.rates((waiting.job.kind,), num_gpus)
-        if rates is None:
-            return (float("inf"), num_gpus)
-        time_s = waiting.tokens_left / rates.total
-        others_share = (others + EXPECTED) / self._num_gpus
-        return (time_s * (1 + others_share * num_gpus), num_gpus)
+
+def _cost_s(
+    tentative: TentativeGroups, waiting: Waiting, num_gpus: int, others: int
+) -> tuple[float, int]:
+    """Sort key: the job's own time plus the time by which it delays others, then fewer GPUs."""
+    rates = tentative.speeds.rates((waiting.job.kind,), num_gpus)
+    if rates is None:
+        return (float("inf"), num_gpus)
+    time_s = waiting.tokens_left / rates.total
+    others_share = (others + EXPECTED) / tentative.shape.num_gpus
+    return (time_s * (1 + others_share * num_gpus), num_gpus)

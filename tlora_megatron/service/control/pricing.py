@@ -18,8 +18,8 @@ from tlora_megatron.config.reader import read_spec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel
-from tlora_megatron.planner.group import GroupModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link
+from tlora_megatron.planner.search import GroupModel
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.runtime.planning.plan_inputs import base_shape, plan_hardware, profile_of_gpu
 from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds, GroupThroughput

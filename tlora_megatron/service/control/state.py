@@ -14,7 +14,7 @@ from typing import Any
 from tlora_megatron.planner.workload import JobLoad
 from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
-from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.policy import NO_COST, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 from tlora_megatron.service.control.actions import Target
 from tlora_megatron.service.control.pricing import (
@@ -27,12 +27,6 @@ from tlora_megatron.service.control.pricing import (
 )
 from tlora_megatron.service.control.records import LiveGang, LiveJob
 
-_FREE = RegroupCost(
-    admit_s=0.0,
-    replan_s=0.0,
-    state_bytes_per_s=float("inf"),
-    weights_bytes_per_s=float("inf"),
-)
 _SHARED_MEMORY = 0.85
 """Two gangs may have so much of a GPU's memory by the planner's estimates, which are for one."""
 
@@ -283,7 +277,7 @@ class SchedulerState:
             gpus=gang.gpus,
             rates=self._rates(parts, len(gang.gpus)),
             now_s=now_s,
-            cost=_FREE,
+            cost=NO_COST,
             number=self.fleet.next_number(),
         )
         starts = {w.job.index: self.numbers[w.job.index].started_at or now_s for w in joining}

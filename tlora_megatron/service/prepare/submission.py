@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tlora_megatron.channel import Message
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import apply_override, read_document, unknown
+from tlora_megatron.config.reader import read_document, unknown
 from tlora_megatron.config.sections import (
     as_job_list,
     ignored_base_settings,
@@ -163,10 +163,7 @@ def read_submissions(path: str | Path, overrides: Sequence[str] = ()) -> Submitt
         ConfigError: for the first mistake.
     """
     path = Path(path)
-    document = read_document(path)
-    for override in overrides:
-        apply_override(document, override)
-    return split_submissions(document, path.resolve().parent)
+    return split_submissions(read_document(path, overrides=overrides), path.resolve().parent)
 
 
 def split_submissions(document: Mapping[str, Any], folder: Path) -> Submitted:

@@ -11,7 +11,8 @@ import yaml
 
 from tests.helpers.commands import Tlora
 from tests.unit.runtime.planning.conftest import ProfileFile
-from tlora_megatron.cli.plan_deployments import deployments_document
+from tlora_megatron.cli import planner_options
+from tlora_megatron.cli.plan import deployments_document
 from tlora_megatron.cli.planner_options import planned_overrides
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import check_run_over_experts
@@ -24,10 +25,18 @@ from tlora_megatron.planner.deploy import DeploymentResult, RankedDeployment, de
 from tlora_megatron.planner.deploy_sampled import Replicas
 from tlora_megatron.planner.layouts import SearchSpace
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.runtime.planning import deployments
-from tlora_megatron.runtime.planning.deployments import check_deployable, deployment_overrides
-from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
-from tlora_megatron.runtime.planning.plan_inputs import parse_lengths, plan_hardware
+from tlora_megatron.runtime.planning.plan_files import (
+    apply_plan,
+    deployment_overrides,
+    overrides_of,
+    write_deployment,
+)
+from tlora_megatron.runtime.planning.plan_inputs import (
+    best_deployment,
+    check_deployable,
+    parse_lengths,
+    plan_hardware,
+)
 
 ANY = ["--replicas", "any", "--lengths", "64:3,256:1"]
 
@@ -79,7 +88,7 @@ def test_unlike_replicas_become_keys_and_a_file_that_a_run_reads(
     config, path = load_config(quickstart), tmp_path / "unlike.yaml"
     overrides = deployment_overrides(config, UNLIKE)
     assert "run.nano_batches=1" in overrides
-    line = deployments.write_deployment(path, config, UNLIKE, plan_hardware("h200"))
+    line = write_deployment(path, config, UNLIKE, plan_hardware("h200"))
     assert "--nproc-per-node 4" in line
     written = load_config(str(path), [], str(tmp_path / "out"))
     for planned in (load_config(quickstart, overrides), written):
@@ -97,7 +106,7 @@ def test_recompute_by_rows_becomes_plain_keys(quickstart: str, repo: Path, tmp_p
     config = load_config(quickstart)
     planned = load_config(quickstart, deployment_overrides(config, best))
     path = tmp_path / "auto.yaml"
-    deployments.write_deployment(path, config, best, plan_hardware("h200"))
+    write_deployment(path, config, best, plan_hardware("h200"))
     for read in (planned, load_config(str(path), [], str(tmp_path / "out"))):
         assert (read.run.recompute, read.run.micro_batch_tokens) == ("auto", 16384)
         assert (read.parallel.replicas, read.parallel.tp_size) == (None, 1)
@@ -112,7 +121,7 @@ def test_auto_takes_the_best_deployment(
         asked.append(num_gpus)
         return UNLIKE
 
-    monkeypatch.setattr(deployments, "best_deployment", best)
+    monkeypatch.setattr(planner_options, "best_deployment", best)
     args = argparse.Namespace(
         nproc=4, plan="auto", hardware=None, lengths=None, replicas="any", json=False
     )
@@ -130,9 +139,7 @@ def test_nothing_fits_a_machine_without_memory(
         "plan", quickstart, "--gpus", "2", "--hardware", path, *ANY, code=1
     )
     with pytest.raises(ValueError, match="must find replicas for sequences of 63 tokens on 2 x"):
-        deployments.best_deployment(
-            load_config(quickstart), 2, plan_hardware(str(path)), parse_lengths("64")
-        )
+        best_deployment(load_config(quickstart), 2, plan_hardware(str(path)), parse_lengths("64"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from tlora_megatron.config.load import load_config
 from tlora_megatron.integrations.deepspeed.config import load_deepspeed_config
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.runtime.planning.plan_files import apply_plan, overrides_of
-from tlora_megatron.runtime.planning.plan_inputs import plan_model
+from tlora_megatron.runtime.planning.plan_inputs import base_shape
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_folder_published_in_fp8_is_seen_without_a_key(
     base = make_fp8_folder(tmp_path, kind)
     argv = ["plan", quickstart, "--gpus", "1", "--lengths", "64", f"--set=base_model.path={base}"]
     codes = tlora.json(*argv, "--write", "train", tmp_path / "run.yaml")
-    assert plan_model(load_config(tmp_path / "run.yaml")).fp8_linears
+    assert base_shape(load_config(tmp_path / "run.yaml").base_model).fp8_linears
     said = tlora(*argv, "--runs-in=any", "--write", "deepspeed", tmp_path / "ds.json", code=2)
     assert "weights that are not quantised under DeepSpeed" in said
     set_quantization(base, None)

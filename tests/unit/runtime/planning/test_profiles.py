@@ -22,10 +22,10 @@ from tlora_megatron.profiling.ops import LoraSample
 from tlora_megatron.profiling.profile import fit_lora, non_negative_fit
 from tlora_megatron.runtime.planning.plan_files import start_command
 from tlora_megatron.runtime.planning.plan_inputs import (
+    base_shape,
     parse_lengths,
     plan_hardware,
     plan_jobs,
-    plan_model,
     profile_of_gpu,
     run_hardware,
 )
@@ -137,7 +137,8 @@ def test_memory_counts_the_runs_own_dtype(
     half = load_config(quickstart, ["base_model.dtype=bfloat16"])
     assert run_hardware("h200", half) == plan_hardware("h200")
     assert not caplog.text
-    spec, loads = plan_model(config), plan_jobs(config, plan_model(config), parse_lengths("64"))
+    spec = base_shape(config.base_model)
+    loads = plan_jobs(config, spec, parse_lengths("64"))
     whole, halved = (
         memory_use(spec, loads, Plan(), run_hardware("h200", c)).base_weights
         for c in (config, half)
@@ -154,7 +155,7 @@ def test_lengths_come_from_the_jobs_data_and_are_kept(
     quickstart: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(quickstart)
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     first = plan_jobs(config, spec, None)
     monkeypatch.setattr(
         "tlora_megatron.training.data.job_data.load_job_data",
@@ -173,7 +174,7 @@ def test_what_max_seq_len_cuts_off_given_lengths_is_told(
 ) -> None:
     config = load_config(quickstart, ["jobs.mirror.max_seq_len=100"])
     limits = sorted({job.max_seq_len for job in config.jobs})
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     plan_jobs(config, spec, parse_lengths(str(limits[0])))
     assert not caplog.text
     plan_jobs(config, spec, parse_lengths("50:3,200:1"))
@@ -192,7 +193,7 @@ def test_what_is_cut_is_told_from_kept_lengths_too(
     quickstart: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = load_config(quickstart, ["jobs.mirror.max_seq_len=40"])
-    spec = plan_model(config)
+    spec = base_shape(config.base_model)
     for _ in range(2):
         caplog.clear()
         plan_jobs(config, spec, None)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.floor_model import FREE, World
+from tests.helpers.floor_model import World
 from tests.helpers.live_service import LiveService, one_job
 from tlora_megatron.scheduler.fleet import Parts, formed
-from tlora_megatron.scheduler.policy import Decision, RegroupCost
+from tlora_megatron.scheduler.policy import NO_COST, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 from tlora_megatron.service.control.actions import GangNow, Target, plan_actions
 from tlora_megatron.service.control.decide import MoveLimiter, bundles
@@ -42,7 +42,7 @@ class Scene:
         parts = Parts(joining=tuple(self.waiting[index] for index in members))
         rates = self._speeds.rates(parts.kinds, len(gpus))
         assert rates is not None
-        return formed(parts, gpus=gpus, rates=rates, now_s=0.0, cost=FREE, number=1)
+        return formed(parts, gpus=gpus, rates=rates, now_s=0.0, cost=NO_COST, number=1)
 
     def admitted(
         self, decisions: list[Decision], cost: RegroupCost = CHEAP, now_s: float = 0.0
