@@ -18,7 +18,7 @@ from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_arguments import Arenas, GemmTile
 from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart, SumOperands
 from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, SiteTables
-from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, WorkItems
+from tlora_megatron.ops.lora.tiling import ITEM_FIELDS, WorkItems
 
 BLOCK_ROWS = 128
 CHUNK = 16

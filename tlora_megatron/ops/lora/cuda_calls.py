@@ -23,11 +23,9 @@ from tlora_megatron.ops.lora.cuda_arguments import (
     SumsArguments,
     packer,
 )
-from tlora_megatron.ops.lora.cuda_work_items import rank_columns
 from tlora_megatron.ops.lora.linear_ops import SiteTables
-from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, PlanTensors, WorkItems
 from tlora_megatron.ops.lora.rank_places import Elements, PlacesBuilder, chunk_form, first_rows
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
+from tlora_megatron.ops.lora.tiling import ITEM_FIELDS, RANK_CHUNK, ROW_TILE, PlanTensors, WorkItems
 from tlora_megatron.ops.row_groups import RowGroups
 
 
@@ -75,11 +73,9 @@ def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
 
 
 def rank_form(plan: PlanTensors) -> RankForm:
-    """Returns the form of a plan's s and dS, equal for all segments of as many rows."""
-    return plan.cached(
-        RankForm,
-        lambda p: RankForm(p.num_chunks * RANK_CHUNK, p.num_rows, rank_columns(p.layout)),
-    )
+    """Returns the form of a plan's s and dS: rows of the most chunks of any slot, in 64s."""
+    row_width = max(64, -(-plan.most_chunks * RANK_CHUNK // 64) * 64)
+    return RankForm(plan.num_chunks * RANK_CHUNK, plan.num_rows, row_width)
 
 
 class Dropout(NamedTuple):

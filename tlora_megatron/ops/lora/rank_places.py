@@ -20,8 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlora_megatron.ops.host_copy import Array, to_device
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors, spread
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    PlanTensors,
+    RankLayout,
+    rank_chunks,
+    spread,
+)
 from tlora_megatron.ops.row_groups import RowGroups
 
 Gather = Callable[[Tensor, Tensor], Tensor]
