@@ -116,12 +116,12 @@ class MicroBatchView:
     @property
     def attention(self) -> AttentionSpans:
         """Query and key ranges of every local span of a document."""
-        return self.cached("attention", self._attention)
 
-    def _attention(self) -> AttentionSpans:
-        spans = [(p.length, p.doc_begin, p.offset + p.length) for p in self.pieces]
-        q_lens, k_begins, k_lens = zip(*spans, strict=True)
-        return AttentionSpans(q_lens, k_begins, k_lens)
+        def build() -> AttentionSpans:
+            spans = [(p.length, p.doc_begin, p.offset + p.length) for p in self.pieces]
+            return AttentionSpans(*zip(*spans, strict=True))
+
+        return self.cached("attention", build)
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of every local token in its own document, int64 `[num_tokens]`."""
@@ -139,16 +139,14 @@ class MicroBatchView:
         """
         if self.cp_size == 1:
             return None
-        return self.cached(
-            f"packed_order@{device}", lambda: to_device(self._packed_order(), device)
-        )
 
-    def _packed_order(self) -> Tensor:
-        chunk = self.num_tokens // 2
-        ranks = range(self.cp_size)
-        chunks = [c for r in ranks for c in (r, 2 * self.cp_size - 1 - r)]
-        held = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks])
-        return torch.argsort(held)
+        def build() -> Tensor:
+            chunk = self.num_tokens // 2
+            chunks = [c for r in range(self.cp_size) for c in (r, 2 * self.cp_size - 1 - r)]
+            held = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks])
+            return to_device(torch.argsort(held), device)
+
+        return self.cached(f"packed_order@{device}", build)
 
     def local_rows(self) -> Tensor:
         """Packed-order row of every local row, int64 `[num_tokens]` on the CPU."""
@@ -187,12 +185,17 @@ def pack_micro_batch(
     """
     budget = num_tokens if token_budget is None else token_budget
     chunks = 1 if cp_size == 1 else 2 * cp_size
-    padding = _padding(documents, num_tokens)
+    slots, used = [d.slot for d in documents], sum(d.length for d in documents)
+    if slots != sorted(slots):
+        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
+    if used > num_tokens:
+        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
     if num_tokens > budget:
         raise ValueError(f"num_tokens must be at most token_budget={budget}, got {num_tokens}")
     if num_tokens % chunks:
         raise ValueError(f"num_tokens must be a multiple of {chunks}, got {num_tokens}")
-    all_documents = (*documents, *([Document(slot=num_slots, length=padding)] if padding else []))
+    padding = [Document(slot=num_slots, length=num_tokens - used)] if used < num_tokens else []
+    all_documents = (*documents, *padding)
     size = num_tokens // chunks
     held = (0,) if cp_size == 1 else (cp_rank, chunks - 1 - cp_rank)
     pieces = tuple(p for c in held for p in _pieces(all_documents, c * size, (c + 1) * size))
@@ -207,17 +210,6 @@ def pack_micro_batch(
         row_budget=exactness.row_budget if exactness else -(-budget // (cp_size * num_parts)),
         exactness=exactness,
     )
-
-
-def _padding(documents: Sequence[Document], num_tokens: int) -> int:
-    """Returns the tokens that the documents leave free."""
-    slots = [d.slot for d in documents]
-    if slots != sorted(slots):
-        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
-    used = sum(d.length for d in documents)
-    if used > num_tokens:
-        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
-    return num_tokens - used
 
 
 def join_nano_batches(views: Sequence[MicroBatchView]) -> MicroBatchView:

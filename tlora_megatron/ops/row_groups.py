@@ -1,4 +1,4 @@
-"""The rows of a tensor grouped by adapter, for kernels and dropout, and sums over runs of them."""
+"""The rows of a tensor grouped by adapter, for kernels and dropout."""
 
 from __future__ import annotations
 
@@ -107,18 +107,3 @@ class RowGroups:
             return to_device(mixed, device)
 
         return self.cached(("row_keys", device), build)
-
-
-def segment_sums(values_T: Tensor, lengths_G: Tensor, *, exact: bool = False) -> Tensor:
-    """Sums of consecutive runs, fp32 `[G]`, in a fixed order; a NaN stays in its own run.
-
-    Args:
-        exact: on GPUs too the order must not depend on the row at which a run begins. torch's loads
-            four aligned values at once where a run is long.
-    """
-    values_T = values_T.float()
-    if exact and values_T.is_cuda:
-        from tlora_megatron.ops.segment_sums_triton import launch_segment_sums
-
-        return launch_segment_sums(values_T.contiguous(), lengths_G.cumsum(0))
-    return torch.segment_reduce(values_T, "sum", lengths=lengths_G, initial=0, unsafe=True)

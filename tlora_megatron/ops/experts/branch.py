@@ -180,25 +180,13 @@ class ExpertOps(ABC):
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> Sequence[Tensor]:
-        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
+        """Does what of the way back needs no x: adds to dx and to gradients of B; returns dS."""
 
     @abstractmethod
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
         """Does the rest of it: adds to gradients of A."""
-
-    def backward(
-        self,
-        dy: PlacedRows,
-        dx_QK: Tensor,
-        x: PlacedRows,
-        saved: Sequence[Tensor],
-        runs: ExpertRuns,
-        factors: ExpertFactors,
-    ) -> None:
-        """Adds to dx and to the factors' gradients."""
-        self.input_sums(self.input_backward(dy, dx_QK, saved, runs, factors), x, runs, factors)
 
 
 class TorchExpertOps(ExpertOps):

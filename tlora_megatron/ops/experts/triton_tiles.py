@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.ops.experts.factors import RankTables
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -133,6 +134,11 @@ def tiles_of(runs: ExpertRuns, num_rows: int, device: torch.device) -> PairTiles
 
 
 _known: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
+
+
+def ranks_at_once(tables: RankTables, most: int) -> int:
+    """Returns the rank rows that a program takes at once: the widest slot's, up to a number."""
+    return min(most, triton.next_power_of_2(max(tables.width, 16)))
 
 
 @triton.jit

@@ -87,15 +87,24 @@ def add_rms_norm_vjp(
         total = x if residual is None else residual + x
         both, vjp = vjp_by_autograd(lambda t: (t, norm_reference(t, weight)), total)
         return *both, vjp
-    return _add_vjp_by_triton(x, residual, weight, _codes_wanted(x, residual, beside))
+    from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward, launch_forward
 
+    column, row = beside or (None, None)
+    if x.dim() != 2 or x.shape[1] < GROUP:  # no codes of narrow rows
+        column = row = None
+    if residual is not None and residual.dtype != x.dtype:  # nor of a stream that is rounded
+        row = None
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    dtype = normed_dtype(x if residual is None else residual, weight.weight_H)
+    out = torch.empty_like(x, dtype=dtype)
+    total, rstd = launch_forward(x, residual, weight, out, column)
 
-def _codes_wanted(x: torch.Tensor, residual: torch.Tensor | None, beside: Beside | None) -> Beside:
-    """Returns the linears that get codes: of no narrow rows, nor of a stream that is rounded."""
-    if beside is None or x.dim() != 2 or x.shape[1] < GROUP:
-        return Beside()
-    is_stream = residual is None or residual.dtype == x.dtype
-    return beside if is_stream else beside._replace(row=None)
+    def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        return launch_backward(dy.contiguous(), dtotal, total, weight, rstd, row)
+
+    return total, out, back
 
 
 def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
@@ -106,24 +115,6 @@ def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
     from tlora_megatron.ops.frozen.rms_norm_triton import launch_forward
 
     launch_forward(x.contiguous(), None, weight, out)
-
-
-def _add_vjp_by_triton(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside
-) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward, launch_forward
-
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    dtype = normed_dtype(x if residual is None else residual, weight.weight_H)
-    out = torch.empty_like(x, dtype=dtype)
-    total, rstd = launch_forward(x, residual, weight, out, beside.column)
-
-    def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
-        dtotal = None if dtotal is None else dtotal.contiguous()
-        return launch_backward(dy.contiguous(), dtotal, total, weight, rstd, beside.row)
-
-    return total, out, back
 
 
 class _FusedRMSNorm(torch.autograd.Function):

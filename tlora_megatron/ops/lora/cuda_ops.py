@@ -210,7 +210,7 @@ class CudaLinear(KernelLinear):
     def rank_places(self, parts: int = 1) -> RankPlaces:
         """Returns places among the rows of `RankForm`, and in its chunks."""
         rows, plan = self.rows, self.plan
-        build = form_places(rows, plan)
+        build = functools.partial(form_places, rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
 
     def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from tlora_megatron.ops.lora.tiling import (
     Borders,
     ItemList,
     PlanTensors,
-    RankLayout,
     item_array,
     spread,
 )
@@ -61,7 +60,8 @@ def row_items(
     part, k = spread(-(-counts // ITEM_CHUNKS).ravel())
     pair, target = np.divmod(part, max(counts.shape[1], 1))
     before = (np.cumsum(counts, axis=1) - counts).ravel()[part] + ITEM_CHUNKS * k
-    arena = _begins(plan.layout, per_target)[plan.pair_slot[pair], target]
+    begins = plan.b_begin if per_target else plan.a_begin
+    arena = begins[plan.pair_slot[pair], target]
     fields = [
         np.maximum(plan.pair_begin[pair], first),
         np.minimum(plan.pair_end[pair], last),
@@ -87,11 +87,6 @@ def row_items(
     if window is not None:
         order = order[owned[order] > 0]
     return ItemList(items=items[order], workspace=0)
-
-
-def _begins(layout: RankLayout, per_target: bool) -> Array:
-    begins = layout.b_begin if per_target else tuple(slot[:1] for slot in layout.a_begin)
-    return np.array(begins, dtype=np.int64).reshape(len(layout.ranks), -1)
 
 
 @functools.cache
@@ -131,14 +126,12 @@ class _Cells:
     """Blocks of every slot's sums: `[slots, targets]`, or all targets as one."""
 
     def __init__(self, plan: PlanTensors, widths: Sequence[int]) -> None:
-        shape = (len(plan.layout.ranks), len(widths))
         chunks = plan.slot_chunks
         if len(widths) != chunks.shape[1]:
             chunks = chunks.sum(axis=1, keepdims=True)
         self.chunks = chunks
         self.widths = np.array(widths, dtype=np.int64)
-        begins = np.array(plan.layout.a_begin, dtype=np.int64).reshape(shape[0], -1)
-        self.arena_rows = begins[:, : shape[1]]
+        self.arena_rows = plan.a_begin[:, : len(widths)]
         self.blocks = -(-self.widths // BLOCK_FEATURES)
         self.passes = -(-chunks // ITEM_CHUNKS)
         self.per_target = self.passes * self.blocks

@@ -296,6 +296,9 @@ class PlanTensors:
         shape = (len(chunks), layout.num_targets)
         self.slot_chunks: Array = np.array(chunks, dtype=np.int64).reshape(shape)
         """`[slots, targets]`: chunks of each adapter."""
+        self.a_begin: Array = np.array(layout.a_begin, dtype=np.int64).reshape(shape)
+        self.b_begin: Array = np.array(layout.b_begin, dtype=np.int64).reshape(shape)
+        """`[slots, targets]`: as of the layout."""
         self.row_chunks: Array = self.slot_chunks.sum(axis=1)
         """A slot: its chunks over all targets."""
         self.most_chunks = int(self.row_chunks.max(initial=0))

@@ -9,6 +9,8 @@ it reads the chunks alone, which lie first in Triton's layout and in the CUDA ke
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -343,7 +345,7 @@ class TritonLinear(KernelLinear):
     def rank_places(self, parts: int = 1) -> RankPlaces:
         """Returns places in row form, and in chunks."""
         rows, plan = self.rows, self.plan
-        build = plan_places(rows, plan)
+        build = functools.partial(plan_places, rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "triton", build, gather)
 
     def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:

@@ -152,8 +152,8 @@ def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
         plan.pair_end[pair],
         slot,
         plan.pair_chunks[pair, target],
-        np.array(plan.layout.b_begin, dtype=np.int64)[slot, target],
-        np.array(plan.layout.a_begin, dtype=np.int64)[slot, target],
+        plan.b_begin[slot, target],
+        plan.a_begin[slot, target],
         RANK_CHUNK * chunks,
         block * block_rows,
     )
@@ -183,17 +183,14 @@ def down_items(
         depth: features K.
         window: of the rows that count; s must be 0 in the others already.
     """
-    chunks = plan.row_chunks
-    a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
     split = -(-depth // config.splits)
     split = -(-split // config.block_depth) * config.block_depth
     items = _rank_products(
         plan,
-        chunks=chunks[plan.pair_slot],
-        weight_rows=a_rows[plan.pair_slot],
+        config,
+        chunks=plan.row_chunks[plan.pair_slot],
+        weight_rows=plan.a_begin[plan.pair_slot, 0],
         before=np.zeros_like(plan.pair_slot),
-        block_rows=config.block_rows,
-        tile_chunks=config.rank_tile // RANK_CHUNK,
         depth=depth,
         split_depth=split,
         target=0,
@@ -216,29 +213,25 @@ def backward_up_items(
     Args:
         columns: N of each target.
     """
-    tile = config.rank_tile // RANK_CHUNK
-    products, outers = [], []
+    products, outers, rows = [], [], (0, plan.num_rows)
     for p, num_columns in enumerate(columns):
-        b_rows = np.array([slot[p] for slot in plan.layout.b_begin], dtype=np.int64)
         products.append(
             _rank_products(
                 plan,
+                config,
                 chunks=plan.slot_chunks[plan.pair_slot, p],
-                weight_rows=b_rows[plan.pair_slot],
+                weight_rows=plan.b_begin[plan.pair_slot, p],
                 before=plan.slot_chunks[plan.pair_slot, :p].sum(axis=1),
-                block_rows=config.block_rows,
-                tile_chunks=tile,
                 depth=num_columns,
                 split_depth=config.split_columns,
                 target=p,
             )
         )
-        a_rows = np.array([slot[p] for slot in plan.layout.a_begin], dtype=np.int64)
-        outers.append(_outer_products(plan, config, plan.slot_chunks[:, p], a_rows, num_columns, p))
+        outers.append(_outer_products(plan, config, plan.slot_chunks[:, p], num_columns, p, rows))
     first = _numbered(np.concatenate(products), config.block_rows)
     second = _grouped(outers, config.block_columns, first.workspace, len(first.items))
     items = np.concatenate([first.items, second.items])
-    borders = plan.runs(config.rows_per_run, (0, plan.num_rows))[1].parts
+    borders = plan.runs(config.rows_per_run, rows)[1].parts
     return ItemList(items=_by_region(items, config), workspace=second.workspace, borders=borders)
 
 
@@ -246,21 +239,18 @@ def backward_down_items(
     plan: PlanTensors, config: BackwardDownConfig, depth: int, window: tuple[int, int]
 ) -> ItemList:
     """Items of `dA += dS^T drop(x)` over the rows of a window."""
-    a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
-    chunks = plan.row_chunks
-    outer = _outer_products(plan, config, chunks, a_rows, depth, 0, window)
+    outer = _outer_products(plan, config, plan.row_chunks, depth, 0, window)
     found = _grouped([outer], config.block_columns, 0, 0)
     return replace(found, borders=plan.runs(config.rows_per_run, window)[1].parts)
 
 
 def _rank_products(
     plan: PlanTensors,
+    config: DownConfig | BackwardUpConfig,
     *,
     chunks: Array,
     weight_rows: Array,
     before: Array,
-    block_rows: int,
-    tile_chunks: int,
     depth: int,
     split_depth: int,
     target: int,
@@ -270,6 +260,7 @@ def _rank_products(
     Args:
         before: chunks of the slot before the first one of these.
     """
+    block_rows, tile_chunks = config.block_rows, config.rank_tile // RANK_CHUNK
     blocks = ROW_TILE // block_rows
     passes = -(-chunks // tile_chunks)
     pair, position = spread(passes * blocks)
@@ -322,13 +313,11 @@ def _outer_products(
     plan: PlanTensors,
     config: BackwardUpConfig | BackwardDownConfig,
     chunks: Array,
-    gradient_rows: Array,
     num_columns: int,
     target: int,
-    window: tuple[int, int] | None = None,
+    window: tuple[int, int],
 ) -> Array:
-    """Returns blocks of columns of each run; `chunks` and `gradient_rows` have an entry a slot."""
-    window = (0, plan.num_rows) if window is None else window
+    """Returns blocks of columns of each run; `chunks` has an entry a slot."""
     run, borders = plan.runs(config.rows_per_run, window)
     held = chunks[run[:, 0]] > 0
     slot, begin, end, part, parts, _ = run[held].T
@@ -352,7 +341,7 @@ def _outer_products(
         0,
         place + plan.slot_chunks[slot, :target].sum(axis=1) + first,
         RANK_CHUNK * np.minimum(chunks[slot] - first, tile),
-        gradient_rows[slot] + RANK_CHUNK * first,
+        plan.a_begin[slot, target] + RANK_CHUNK * first,
         column,
         np.minimum(column + width[owner], num_columns),
         part[owner],

@@ -133,7 +133,7 @@ def test_runs_and_borders_of_portions_are_those_of_each_alone(
             ]
             part += len(alone)
     assert [tuple(run[:4]) for run in runs] == expected
-    found = portion_borders(np.array(runs).reshape(len(runs), 6))
+    found = portion_borders(np.array(runs, dtype=np.int64).reshape(len(runs), 6))
     assert found.parts.tolist() == borders
     for run, count, place in zip(runs, found.counts, found.places, strict=True):
         own = [r for r in runs if r.slot == run.slot]
