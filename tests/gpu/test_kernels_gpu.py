@@ -25,7 +25,7 @@ from tests.helpers.kernel_case import (
 from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_arguments import GemmTile
 from tlora_megatron.ops.lora.kernel_choice import problem_of
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 pytestmark = pytest.mark.gpu
 

@@ -35,8 +35,7 @@ from tlora_megatron.layers.sites import Site
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces
 from tlora_megatron.ops.quantised.weight import KnownRows, QuantWeight
-from tlora_megatron.ops.routing import MicroBatchView
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import MicroBatchView, RowGroups
 from tlora_megatron.parallel.collectives import (
     Pending,
     all_gather_rows,

@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.factors import RankRows, RankTables
 from tlora_megatron.ops.experts.triton_products import TritonExpertOps, down
 from tlora_megatron.ops.experts.triton_sums import add_sums as triton_add_sums
-from tlora_megatron.ops.experts.triton_tiles import PairTiles, tiles_of
+from tlora_megatron.ops.experts.triton_tiles import PairTiles, RankRows, RankTables, tiles_of
 from tlora_megatron.ops.lora.cuda_arguments import ExpertGemmArguments, ExpertSumsArguments, packer
 from tlora_megatron.ops.lora.cuda_calls import device_index, launch, multiprocessors
 from tlora_megatron.ops.warm_kernel import WarmKernel

@@ -18,16 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertOps, ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.factors import RankRows, RankTables, rank_tables
 from tlora_megatron.ops.experts.triton_sums import add_sums
 from tlora_megatron.ops.experts.triton_tiles import (
     TILE_FIELDS,
     TILE_ROWS,
     PairTiles,
+    RankRows,
+    RankTables,
     factor_pointers,
     in_columns,
     is_chunk_of,
     rank_places,
+    rank_tables,
     ranks_at_once,
     tiles_of,
 )

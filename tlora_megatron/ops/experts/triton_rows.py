@@ -10,18 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.factors import (
-    OuterSide,
-    OuterTarget,
+from tlora_megatron.ops.experts.branch import ExpertRuns, OuterSide, OuterTarget, PlacedRows
+from tlora_megatron.ops.experts.triton_products import down, up
+from tlora_megatron.ops.experts.triton_sums import add_sums
+from tlora_megatron.ops.experts.triton_tiles import (
     Placed,
     RankRows,
     RankTables,
     rank_rows,
+    tiles_of,
 )
-from tlora_megatron.ops.experts.triton_products import down, up
-from tlora_megatron.ops.experts.triton_sums import add_sums
-from tlora_megatron.ops.experts.triton_tiles import tiles_of
 from tlora_megatron.ops.frozen.swiglu_triton import gradients, product
 from tlora_megatron.ops.warm_kernel import WarmKernel
 

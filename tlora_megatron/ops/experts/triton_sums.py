@@ -17,9 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import PlacedRows
-from tlora_megatron.ops.experts.factors import RankRows, RankTables
 from tlora_megatron.ops.experts.triton_tiles import (
     PairTiles,
+    RankRows,
+    RankTables,
     factor_pointers,
     in_columns,
     is_chunk_of,

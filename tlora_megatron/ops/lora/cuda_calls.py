@@ -26,7 +26,7 @@ from tlora_megatron.ops.lora.cuda_arguments import (
 from tlora_megatron.ops.lora.linear_ops import SiteTables
 from tlora_megatron.ops.lora.rank_places import Elements, Places, chunk_form, first_rows
 from tlora_megatron.ops.lora.tiling import ITEM_FIELDS, RANK_CHUNK, ROW_TILE, PlanTensors, WorkItems
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 
 class RankForm(NamedTuple):

@@ -51,7 +51,7 @@ from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.lora.triton_ops import up, up_dropped, up_onto
 from tlora_megatron.ops.lora.triton_parts import gather
 from tlora_megatron.ops.lora.triton_work_items import UpConfig
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 UP_BLOCKS = UpConfig()
 """Of Triton's kernels for `up` and `branch_dgrad`."""

@@ -39,7 +39,7 @@ from tlora_megatron.ops.lora.tiling import (
     plan_tensors,
     rank_chunks,
 )
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

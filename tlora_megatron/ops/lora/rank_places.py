@@ -28,7 +28,7 @@ from tlora_megatron.ops.lora.tiling import (
     rank_chunks,
     spread,
 )
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 Gather = Callable[[Tensor, Tensor], Tensor]
 """`gather_or_zero`, or a kernel of the same."""

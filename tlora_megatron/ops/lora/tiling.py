@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.ops.host_copy import Array, device_tables
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 ROW_TILE = 256
 """Rows of a tile: two thread blocks of 128, a cluster of the Hopper GEMM."""

@@ -29,7 +29,7 @@ from tlora_megatron.ops.lora.rank_places import (
     row_form,
 )
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 
 class _Part(NamedTuple):

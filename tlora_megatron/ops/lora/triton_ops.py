@@ -38,7 +38,7 @@ from tlora_megatron.ops.lora.triton_work_items import (
     kernel_config,
     up_items,
 )
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 _NOTHING, _BIAS, _BASE = 0, 1, 2

@@ -16,7 +16,7 @@ from tlora_megatron.ops.lora.tiling import (
     PlanTensors,
     WorkItems,
 )
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 

@@ -32,8 +32,7 @@ from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora import cuda_ops
 from tlora_megatron.ops.lora.linear_ops import are_aligned
 from tlora_megatron.ops.lora.torch_ops import TorchLinear, TorchOps
-from tlora_megatron.ops.routing import Document, pack_micro_batch
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import Document, RowGroups, pack_micro_batch
 
 CPU = torch.device("cpu")
 IN_SIZE = 136

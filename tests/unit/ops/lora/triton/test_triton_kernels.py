@@ -50,7 +50,7 @@ from tlora_megatron.ops.lora.triton_work_items import (
     UpConfig,
     kernel_config,
 )
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 K = 80
 SMALL = KernelConfig(
