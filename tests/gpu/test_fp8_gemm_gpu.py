@@ -30,7 +30,7 @@ from tlora_megatron.ops.quantised.weight import (
     input_gradient,
 )
 from tlora_megatron.ops.quantised.weight_codes import Kind
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
 

@@ -12,9 +12,9 @@ from tests.helpers.kernel_case import poisoned_memory
 from tests.unit.ops.frozen.test_frozen_kernels import KINDS, head_norms, wide_norms
 from tlora_megatron.ops.frozen.parts import NormWeight
 from tlora_megatron.ops.frozen.rms_norm import (
+    add_rms_norm,
     add_rms_norm_vjp,
     norm_into,
-    rms_norm,
     rms_norm_once_reference,
 )
 from tlora_megatron.ops.frozen.rotary import (
@@ -80,7 +80,7 @@ def test_forward_rounds_where_the_norm_s_own_kernel_does(kind: str) -> None:
     raw = mixed[:, :, PER_GROUP, :].contiguous()
     weight = norms.key
     normed = (
-        rms_norm(raw, weight.weight_H, weight.eps)
+        add_rms_norm(raw, None, weight.weight_H, weight.eps)[1]
         if kind == "twice"
         else rms_norm_once_reference(raw, weight)
     )

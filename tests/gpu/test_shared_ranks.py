@@ -9,7 +9,7 @@ from tests.helpers.cuda_cases import CASES
 from tests.helpers.kernel_case import KernelCase, make_case, make_rows, reference, run_shared
 from tests.helpers.linear_case import TOLERANCE, error
 from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlora_megatron.ops.adamw_update import AdamUpdate
+from tlora_megatron.ops.adamw import AdamUpdate
 
 
 class Hyper(NamedTuple):

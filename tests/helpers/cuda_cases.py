@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+
 from tests.helpers.kernel_case import columns_of
+from tlora_megatron.ops.lora.cuda_arguments import (
+    DgradArguments,
+    ExchangeArguments,
+    ExchangeStep,
+    ExpertGemmArguments,
+    ExpertSumsArguments,
+    Fp8GemmArguments,
+    GemmArguments,
+    RowsArguments,
+    SumsArguments,
+)
 
 WHOLE, QKV, GATE_UP = columns_of(1, 200), columns_of(2, 128, 64, 64), columns_of(1, 192, 192)
 FUSED_AND_Q = (*columns_of(2, 256), QKV[0])
@@ -20,3 +33,16 @@ CASES = {
     "64 adapters": (WHOLE, [(1 + 7 * i % 64,) for i in range(64)], [11] * 60 + [300, 0, 1, 2], 9),
 }
 """Columns, ranks `[slot][target]`, rows of each slot, rows without an adapter."""
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "gemm": GemmArguments,
+    "expert_gemm": ExpertGemmArguments,
+    "expert_sums": ExpertSumsArguments,
+    "fp8_dgrad": DgradArguments,
+    "fp8_gemm": Fp8GemmArguments,
+    "rows": RowsArguments,
+    "sums": SumsArguments,
+    "step": ExchangeStep,
+    "exchange": ExchangeArguments,
+}
+"""The struct that each function of the library takes."""

@@ -22,11 +22,11 @@ from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.frozen.losses import segment_sums
 from tlora_megatron.ops.frozen.packed_attention import attend_documents_vjp
 from tlora_megatron.ops.frozen.parts import frozen_dgrad, frozen_product
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
-from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
 
 KINDS = ("again", "place", "neighbours", "fill")

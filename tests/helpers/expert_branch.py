@@ -120,7 +120,9 @@ def run_branch(ops: Any, case: BranchCase) -> None:
     """Runs forward and backward; x is read where it was before it was spread, dy as it lies."""
     x = placed(case.x)
     saved = ops.forward(x, case.y, case.runs, case.factors)
-    ops.backward(PlacedRows(case.dy), case.dx, x, saved, case.runs, case.factors)
+    dy = PlacedRows(case.dy)
+    ds = ops.input_backward(dy, case.dx, saved, case.runs, case.factors)
+    ops.input_sums(ds, x, case.runs, case.factors)
 
 
 def placed(x_QK: Tensor) -> PlacedRows:

@@ -18,7 +18,7 @@ from tlora_megatron.ops.dropout import dropout_reference
 from tlora_megatron.ops.lora.cuda_arguments import Arenas, GemmTile
 from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart, SumOperands
 from tlora_megatron.ops.lora.linear_ops import OutputColumns, SiteFactors, SiteTables
-from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, WorkItems
+from tlora_megatron.ops.lora.tiling import ITEM_FIELDS, WorkItems
 
 BLOCK_ROWS = 128
 CHUNK = 16
@@ -67,6 +67,16 @@ def compact_column(c: OutputColumns, column: int) -> int:
     inside = column % c.stride - c.begin
     owned = 0 <= inside < c.width
     return column // c.stride * c.width + inside if owned else c.groups * c.width
+
+
+def chunks_of(form: RankForm, flat: torch.Tensor) -> np.ndarray:
+    """A view `[chunk_rows, 256]` of a flat s or dS."""
+    return flat[: form.chunk_rows * TILE_ROWS].view(form.chunk_rows, TILE_ROWS).numpy()
+
+
+def rows_of(form: RankForm, flat: torch.Tensor) -> np.ndarray:
+    """A view `[num_rows, row_width]` of a flat s or dS."""
+    return flat[form.chunk_rows * TILE_ROWS :].view(form.num_rows, form.row_width).numpy()
 
 
 def write_once(to: Array, values: Array) -> None:
@@ -156,7 +166,7 @@ class ItemMachine:
         """rank_rows.cu."""
         self.launches.append("rows")
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"
-        out, rows = form.chunks(flat).numpy(), form.rows(flat).numpy()
+        out, rows = chunks_of(form, flat), rows_of(form, flat)
         values = drop(in_TK.numpy(), dropout if masked else None, first_row)
         for item in item_table(work.items, work.count):
             row, begin, end, tile_column, target, slot, count, factor_row, first, rank = item[:10]
@@ -218,8 +228,8 @@ class ItemMachine:
         assert 0 < blocks <= work.count, f"blocks must be 1 to {work.count}, got {blocks}"
         x, first_row = drop(operands.x_TK.numpy(), dropout, operands.first_row), operands.first_row
         kinds = (
-            (x, form.rows(operands.ds).numpy(), tables.grad_a, first_row),
-            (operands.dy_TN.numpy(), form.rows(operands.s).numpy(), tables.grad_b, 0),
+            (x, rows_of(form, operands.ds), tables.grad_a, first_row),
+            (operands.dy_TN.numpy(), rows_of(form, operands.s), tables.grad_b, 0),
         )
         parts, counters = work.partial_sums.numpy(), work.counters
         assert not counters.any(), "counters must be zero between launches"
@@ -319,6 +329,6 @@ class ItemMachine:
             for n in range(column, column + width, PANEL):
                 place = compact_column(columns[target], n) if columns else n
                 panels.append(box(arena, int(rank.chunk_rows[chunk]), place, CHUNK))
-            ext = rank.form.chunks(rank.flat).numpy()[chunk * CHUNK : (chunk + 1) * CHUNK]
+            ext = chunks_of(rank.form, rank.flat)[chunk * CHUNK : (chunk + 1) * CHUNK]
             sums += ext.T @ np.hstack(panels)
         return sums

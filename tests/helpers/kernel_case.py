@@ -16,7 +16,7 @@ from tests.helpers.linear_case import error
 from tlora_megatron.ops.dropout import SEED_COLUMNS, dropout_reference, mix_ints
 from tlora_megatron.ops.lora.linear_ops import LinearOps, OutputColumns, SiteFactors
 from tlora_megatron.ops.lora.tiling import RankLayout
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 
 def columns_of(groups: int, *widths: int) -> tuple[OutputColumns, ...]:

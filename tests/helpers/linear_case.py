@@ -16,7 +16,6 @@ from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.dropout import dropout_reference, mix_ints
 from tlora_megatron.ops.lora.linear_ops import LinearOps
-from tlora_megatron.ops.lora.torch_ops import Factors, multi_lora_linear_reference
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 
 SPEC = replace(SMALL, num_layers=2, num_heads=6, num_kv_heads=3, ffn_size=36)
@@ -117,6 +116,7 @@ class Case:
             ones = torch.ones(x64.shape, dtype=torch.float32, device=self.device)
             keys = view.rows.row_keys(ones.device)
             keep = dropout_reference(ones, keys, p[slots], mix_ints(self.site.index), 0).double()
+        branch = x64 if keep is None else x64 * keep
         y = torch.nn.functional.linear(x64, self.weight.double(), self.bias.double())
         leaves: dict[str, torch.Tensor] = {}
         for shard in self.site.targets:
@@ -131,15 +131,17 @@ class Case:
                         leaf = view_.double().clone().requires_grad_()
                         leaves[f"{adapter.name}.{factor.name}"] = pair[factor.which] = leaf
                 if pair:
-                    lora_a, lora_b = pair["lora_a"], pair["lora_b"].t()
-                    factors[slot] = Factors(lora_a, lora_b, adapter.lora.scaling)
+                    factors[slot] = pair["lora_a"].t(), pair["lora_b"], adapter.lora.scaling
             if not factors:
                 continue
-            zero = x64.new_zeros(shard.columns.size, x64.shape[1])
-            delta = multi_lora_linear_reference(x64, zero, None, factors, view.rows, keep)
+            deltas = []
+            for slot, run in enumerate(branch.split(view.rows.lengths)):
+                no_a, no_b = run.new_zeros(run.shape[1], 1), run.new_zeros(1, shard.columns.size)
+                a_KR, b_RN, scaling = factors.get(slot, (no_a, no_b, 0.0))
+                deltas.append(scaling * (run @ a_KR @ b_RN))
             whole = torch.zeros_like(y)
             columns = torch.arange(y.shape[1], device=self.device)[None]
-            y = y + whole.index_add(1, shard.columns.read(columns)[0], delta)
+            y = y + whole.index_add(1, shard.columns.read(columns)[0], torch.cat(deltas))
         y.backward(dy.double().flatten(0, -2))
         grads = {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()}
         return {"y": y.detach(), "dx": x64.grad, **grads}

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.integrations.megatron.layer.expert_parts import OuterCall
+from tlora_megatron.ops.experts.branch import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.experts.choice import token_runs
-from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.experts.rows import RowSlots, sort_rows
 from tlora_megatron.parallel.collectives import ExpertExchange
 

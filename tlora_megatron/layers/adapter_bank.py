@@ -30,8 +30,7 @@ from tlora_megatron.layers.arenas import (
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_layout import Factor, SlabLayout, slab_layout
-from tlora_megatron.ops.experts.branch import ExpertFactors
-from tlora_megatron.ops.experts.factors import OuterFactors
+from tlora_megatron.ops.experts.branch import ExpertFactors, OuterFactors
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.ops.lora.linear_ops import LinearOps, SiteFactors

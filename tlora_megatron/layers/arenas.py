@@ -14,8 +14,15 @@ from tlora_megatron.layers.sites import Site, TargetShard
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.ops.dropout import mix_ints
-from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertTarget
-from tlora_megatron.ops.experts.factors import CHUNK, OuterFactors, OuterSide, OuterTarget
+from tlora_megatron.ops.experts.branch import (
+    CHUNK,
+    ExpertArenas,
+    ExpertFactors,
+    ExpertTarget,
+    OuterFactors,
+    OuterSide,
+    OuterTarget,
+)
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.lora.linear_ops import Gradients, SiteFactors
 from tlora_megatron.ops.lora.tiling import RankLayout

@@ -14,12 +14,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.adamw_update import AdamUpdate
 from tlora_megatron.ops.lora.kernel_choice import forced_kernels, triton_problem
+
+
+class AdamUpdate(NamedTuple):
+    """One adapter's update; the four tensors are flat, contiguous fp32 of one length."""
+
+    master: Tensor
+    grad: Tensor
+    """Consumed: zero afterwards, also where the update is skipped."""
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Counts this update: 1 is the first."""
+    clip: float | Tensor
+    """Multiplier of the gradient, or an fp32 `[]` on its device that is read without waiting.
+
+    Where it is not finite the update is skipped: only the gradient changes.
+    """
 
 
 def fused_adamw(updates: Sequence[AdamUpdate]) -> None:
@@ -45,7 +67,9 @@ def fused_adamw(updates: Sequence[AdamUpdate]) -> None:
         # Not at the top: triton is only there on machines with a GPU.
         from tlora_megatron.ops.adamw_triton import launch_adamw
 
-        launch_adamw(updates)
+        held = [update for update in updates if update.master.numel()]
+        if held:
+            launch_adamw([_places(u) for u in held], [_factors(u) for u in held], device)
     else:
         for update in updates:
             _torch_adamw(update)
@@ -71,6 +95,26 @@ def _check(update: AdamUpdate, device: torch.device) -> None:
         )
     if update.step < 1:
         raise ValueError(f"step must be at least 1, got {update.step}")
+
+
+def _places(update: AdamUpdate) -> tuple[int, ...]:
+    clip = update.clip.data_ptr() if isinstance(update.clip, Tensor) else 0
+    return update.master.numel(), *(tensor.data_ptr() for tensor in update[:4]), clip
+
+
+def _factors(update: AdamUpdate) -> tuple[float, ...]:
+    """Returns the kernel's factors, computed in fp64 and rounded once."""
+    return (
+        1.0 if isinstance(update.clip, Tensor) else update.clip,
+        update.lr * update.weight_decay,
+        update.beta1,
+        1 - update.beta1,
+        update.beta2,
+        1 - update.beta2,
+        update.lr / (1 - update.beta1**update.step),
+        math.sqrt(1 - update.beta2**update.step),
+        update.eps,
+    )
 
 
 def _torch_adamw(update: AdamUpdate) -> None:

@@ -7,15 +7,11 @@ Thread blocks are numbered through all updates; each finds its own among the fir
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from tlora_megatron.ops.adamw_update import AdamUpdate
 
 _BLOCK = 1024
 """Elements of a thread block: 8 a thread. Larger ones leave memory idle while a block ends."""
@@ -107,29 +103,18 @@ def _adamw_kernel(
         tl.store(grad, zero, mask=inside)
 
 
-def launch_adamw(updates: Sequence[AdamUpdate]) -> None:
-    """Launches the kernel for updates that `ops.adamw.fused_adamw` has checked."""
-    updates = [update for update in updates if update.master.numel()]
-    if not updates:
-        return
-    blocks = [-(-update.master.numel() // _BLOCK) for update in updates]
-    columns = max(_MIN_COLUMNS, triton.next_power_of_2(len(updates)))
-    device = updates[0].master.device
-    ints, floats = _tables(updates, blocks, columns, device)
-    _adamw_kernel[(sum(blocks),)](
-        ints,
-        floats,
-        COLUMNS=columns,
-        BLOCK=_BLOCK,
-        ALIGNED=all(address % 16 == 0 for update in updates for address in _addresses(update)),
-        num_warps=_WARPS,
-    )
+def launch_adamw(
+    places: Sequence[tuple[int, ...]], factors: Sequence[tuple[float, ...]], device: torch.device
+) -> None:
+    """Launches the kernel for updates of at least one element each.
 
-
-def _tables(
-    updates: Sequence[AdamUpdate], blocks: Sequence[int], columns: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """The kernel's two tables on the device, parts of one buffer that is copied once."""
+    Args:
+        places: an update's elements, addresses of its master, gradient and moments, and that of its
+            clip, 0 where `factors` have it.
+        factors: an update's clip and hyper-parameters, in the order of the kernel.
+    """
+    blocks = [-(-place[0] // _BLOCK) for place in places]
+    columns = max(_MIN_COLUMNS, triton.next_power_of_2(len(places)))
     buffer = torch.empty(
         _INT_ROWS + _FLOAT_ROWS // 2,
         columns,
@@ -140,42 +125,15 @@ def _tables(
     floats = buffer[_INT_ROWS:].view(torch.float32).view(_FLOAT_ROWS, columns)
     ints[0].fill_(_NO_BLOCK)
     first_blocks = itertools.accumulate(blocks[:-1], initial=0)
-    int_rows = [
-        (
-            first,
-            u.master.numel(),
-            *_addresses(u),
-            u.clip.data_ptr() if isinstance(u.clip, Tensor) else 0,
-        )
-        for first, u in zip(first_blocks, updates, strict=True)
-    ]
-    float_rows = [_hyper_parameters(update) for update in updates]
-    ints[:, : len(updates)] = torch.tensor(int_rows, dtype=torch.int64).T
-    floats[:9, : len(updates)] = torch.tensor(float_rows, dtype=torch.float32).T
+    int_rows = [(first, *place) for first, place in zip(first_blocks, places, strict=True)]
+    ints[:, : len(places)] = torch.tensor(int_rows, dtype=torch.int64).T
+    floats[:9, : len(places)] = torch.tensor(factors, dtype=torch.float32).T
     copy = buffer.to(device, non_blocking=True)
-    return copy[:_INT_ROWS], copy[_INT_ROWS:].view(torch.float32)
-
-
-def _addresses(update: AdamUpdate) -> tuple[int, int, int, int]:
-    return (
-        update.master.data_ptr(),
-        update.grad.data_ptr(),
-        update.exp_avg.data_ptr(),
-        update.exp_avg_sq.data_ptr(),
-    )
-
-
-def _hyper_parameters(update: AdamUpdate) -> tuple[float, ...]:
-    """Returns the kernel's factors, computed in fp64 and rounded once."""
-    clip = 1.0 if isinstance(update.clip, Tensor) else update.clip
-    return (
-        clip,
-        update.lr * update.weight_decay,
-        update.beta1,
-        1 - update.beta1,
-        update.beta2,
-        1 - update.beta2,
-        update.lr / (1 - update.beta1**update.step),
-        math.sqrt(1 - update.beta2**update.step),
-        update.eps,
+    _adamw_kernel[(sum(blocks),)](
+        copy[:_INT_ROWS],
+        copy[_INT_ROWS:].view(torch.float32),
+        COLUMNS=columns,
+        BLOCK=_BLOCK,
+        ALIGNED=all(address % 16 == 0 for place in places for address in place[1:5]),
+        num_warps=_WARPS,
     )

@@ -1,4 +1,4 @@
-"""Copies from the host that do not wait for the device, and tables that they replace."""
+"""Copies from the host that do not wait for the device."""
 
 from __future__ import annotations
 
@@ -25,38 +25,14 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class FixedTables:
-    """Named int32 tables in one device buffer, all written by one copy."""
-
-    def __init__(self, capacities: Mapping[str, int], device: torch.device) -> None:
-        self.capacities = dict(capacities)
-        begins = [0, *itertools.accumulate(-(-n // 4) * 4 for n in capacities.values())]
-        self._begins = dict(zip(capacities, begins, strict=False))
-        self._blob = torch.empty(begins[-1], dtype=torch.int32, device=device)
-        self._views = {
-            name: self._blob[begin : begin + self.capacities[name]]
-            for name, begin in self._begins.items()
-        }
-
-    def __getitem__(self, name: str) -> Tensor:
-        """A table, int32 `[capacity]`; each begins at 16 bytes."""
-        return self._views[name]
-
-    def write(self, tables: Mapping[str, Array]) -> None:
-        """Replaces the contents without waiting; what a table does not fill becomes -1.
-
-        Raises:
-            ValueError: if a table exceeds its capacity.
-        """
-        pinned = self._blob.is_cuda
-        # A fresh host buffer: the copy out of the last one may still be under way.
-        host = torch.empty(self._blob.shape, dtype=torch.int32, pin_memory=pinned).fill_(-1)
-        values = host.numpy()
-        for name, table in tables.items():
-            if table.size > self.capacities[name]:
-                raise ValueError(
-                    f"{name} must have at most {self.capacities[name]} entries, got {table.size}"
-                )
-            begin = self._begins[name]
-            values[begin : begin + table.size] = table.ravel()
-        self._blob.copy_(host, non_blocking=pinned)
+def device_tables(tables: Mapping[str, Array], device: torch.device) -> dict[str, Tensor]:
+    """Copies tables to a device by one copy, without waiting: int32, flat, each at 16 bytes."""
+    begins = [0, *itertools.accumulate(-(-table.size // 4) * 4 for table in tables.values())]
+    pinned = device.type == "cuda"
+    host = torch.zeros(begins[-1], dtype=torch.int32, pin_memory=pinned)
+    values, spans = host.numpy(), {}
+    for (name, table), begin in zip(tables.items(), begins, strict=False):
+        spans[name] = slice(begin, begin + table.size)
+        values[spans[name]] = table.ravel()
+    copy = host.to(device, non_blocking=pinned)
+    return {name: copy[span] for name, span in spans.items()}

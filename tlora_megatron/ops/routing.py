@@ -13,7 +13,8 @@ Sequence parallelism then divides a rank's local rows into `tp_size` equal runs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.config.schema import Recompute
+from tlora_megatron.ops.dropout import mix32
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.row_groups import RowGroups
 
 T = TypeVar("T")
 
@@ -53,6 +54,97 @@ class AttentionSpans(NamedTuple):
     q_lens: tuple[int, ...]
     k_begins: tuple[int, ...]
     k_lens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroups:
+    """Runs of rows, one a slot in ascending order with the null slot last; some are empty.
+
+    Slot i owns rows `ends[i-1]:ends[i]`. It is so on every context-parallel rank: each holds its
+    rows in packed order, which is the order of slots.
+    """
+
+    ends: tuple[int, ...]
+    """`num_slots + 1` of them; the last is the number of rows."""
+    token_index: Tensor
+    """Index of each row among its job's tokens, int64 `[rows]` on the CPU."""
+    dropout_keys: tuple[int, ...]
+    row_budget: int
+    """The number of rows that sizes of blocks and runs are chosen for: the most that a micro-batch
+    of the run may have here, or an even part of them where the run has nano-batches.
+
+    Sizes that decide the order of a sum follow from this, never from the number of rows: otherwise
+    a job's bits would depend on what else is packed beside it.
+    """
+    exactness: Exactness | None = None
+    """None = the fastest kernels."""
+    cuts: tuple[int, ...] = ()
+    """Rows inside a slot's run at which another portion of its job begins, ascending. Sums over
+    rows go portion by portion, as if each came in a micro-batch of its own."""
+    _cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of adapters: all but the null slot."""
+        return len(self.ends) - 1
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Rows of each slot."""
+
+        def build() -> tuple[int, ...]:
+            return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
+
+        return self.cached("lengths", build)
+
+    @property
+    def portions(self) -> tuple[tuple[int, int], ...]:
+        """`(slot, rows)` of every portion in row order, of every slot at least one."""
+
+        def build() -> tuple[tuple[int, int], ...]:
+            found, cuts = [], self.cuts
+            for slot, (begin, end) in enumerate(itertools.pairwise((0, *self.ends))):
+                inside = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
+                bounds = itertools.pairwise((begin, *inside, end))
+                found += [(slot, last - first) for first, last in bounds]
+            return tuple(found)
+
+        return self.cached("portions", build)
+
+    @property
+    def present_slots(self) -> tuple[int, ...]:
+        """Slots with at least one row, null slot left out, ascending."""
+
+        def build() -> tuple[int, ...]:
+            return tuple(slot for slot, n in enumerate(self.lengths[:-1]) if n)
+
+        return self.cached("present", build)
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """Returns the value stored under `key`, building it on first use."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
+
+    def row_slots(self, device: torch.device) -> Tensor:
+        """Slot of each row, int64 `[rows]`."""
+
+        def build() -> Tensor:
+            lengths = torch.tensor(self.lengths)
+            slots = torch.repeat_interleave(torch.arange(len(self.ends)), lengths)
+            return to_device(slots, device)
+
+        return self.cached(("row_slots", device), build)
+
+    def row_keys(self, device: torch.device) -> Tensor:
+        """Dropout key of each row before the layer is mixed in, int32 `[rows]`."""
+
+        def build() -> Tensor:
+            keys = torch.tensor((*self.dropout_keys, 0))[self.row_slots(torch.device("cpu"))]
+            mixed = mix32(keys.to(torch.int32) ^ mix32(self.token_index.to(torch.int32)))
+            return to_device(mixed, device)
+
+        return self.cached(("row_keys", device), build)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +208,12 @@ class MicroBatchView:
     @property
     def attention(self) -> AttentionSpans:
         """Query and key ranges of every local span of a document."""
-        return self.cached("attention", self._attention)
 
-    def _attention(self) -> AttentionSpans:
-        spans = [(p.length, p.doc_begin, p.offset + p.length) for p in self.pieces]
-        q_lens, k_begins, k_lens = zip(*spans, strict=True)
-        return AttentionSpans(q_lens, k_begins, k_lens)
+        def build() -> AttentionSpans:
+            spans = [(p.length, p.doc_begin, p.offset + p.length) for p in self.pieces]
+            return AttentionSpans(*zip(*spans, strict=True))
+
+        return self.cached("attention", build)
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of every local token in its own document, int64 `[num_tokens]`."""
@@ -139,16 +231,14 @@ class MicroBatchView:
         """
         if self.cp_size == 1:
             return None
-        return self.cached(
-            f"packed_order@{device}", lambda: to_device(self._packed_order(), device)
-        )
 
-    def _packed_order(self) -> Tensor:
-        chunk = self.num_tokens // 2
-        ranks = range(self.cp_size)
-        chunks = [c for r in ranks for c in (r, 2 * self.cp_size - 1 - r)]
-        held = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks])
-        return torch.argsort(held)
+        def build() -> Tensor:
+            chunk = self.num_tokens // 2
+            chunks = [c for r in range(self.cp_size) for c in (r, 2 * self.cp_size - 1 - r)]
+            held = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in chunks])
+            return to_device(torch.argsort(held), device)
+
+        return self.cached(f"packed_order@{device}", build)
 
     def local_rows(self) -> Tensor:
         """Packed-order row of every local row, int64 `[num_tokens]` on the CPU."""
@@ -187,12 +277,17 @@ def pack_micro_batch(
     """
     budget = num_tokens if token_budget is None else token_budget
     chunks = 1 if cp_size == 1 else 2 * cp_size
-    padding = _padding(documents, num_tokens)
+    slots, used = [d.slot for d in documents], sum(d.length for d in documents)
+    if slots != sorted(slots):
+        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
+    if used > num_tokens:
+        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
     if num_tokens > budget:
         raise ValueError(f"num_tokens must be at most token_budget={budget}, got {num_tokens}")
     if num_tokens % chunks:
         raise ValueError(f"num_tokens must be a multiple of {chunks}, got {num_tokens}")
-    all_documents = (*documents, *([Document(slot=num_slots, length=padding)] if padding else []))
+    padding = [Document(slot=num_slots, length=num_tokens - used)] if used < num_tokens else []
+    all_documents = (*documents, *padding)
     size = num_tokens // chunks
     held = (0,) if cp_size == 1 else (cp_rank, chunks - 1 - cp_rank)
     pieces = tuple(p for c in held for p in _pieces(all_documents, c * size, (c + 1) * size))
@@ -207,17 +302,6 @@ def pack_micro_batch(
         row_budget=exactness.row_budget if exactness else -(-budget // (cp_size * num_parts)),
         exactness=exactness,
     )
-
-
-def _padding(documents: Sequence[Document], num_tokens: int) -> int:
-    """Returns the tokens that the documents leave free."""
-    slots = [d.slot for d in documents]
-    if slots != sorted(slots):
-        raise ValueError(f"documents must be in ascending order of slot, got {slots}")
-    used = sum(d.length for d in documents)
-    if used > num_tokens:
-        raise ValueError(f"documents must fit into num_tokens={num_tokens}, got {used} tokens")
-    return num_tokens - used
 
 
 def join_nano_batches(views: Sequence[MicroBatchView]) -> MicroBatchView:

@@ -19,7 +19,7 @@ from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.packed_attention import CumulativeLengths, varlen_attention
+from tlora_megatron.ops.frozen.packed_attention import CumulativeLengths, Flash, varlen_attention
 from tlora_megatron.ops.quantised.weight import encode_weight
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch, use_micro_batch
 from tlora_megatron.planner.cost.adapter_sizes import RANK_CHUNK
@@ -74,7 +74,7 @@ def measure_attention(
 def _varlen(q: Tensor, k: Tensor, v: Tensor, count: int, length: int) -> Tensor:
     begins = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=q.device)
     lengths = CumulativeLengths(begins, begins, length, length)
-    return varlen_attention(q, k, v, lengths, q.shape[-1] ** -0.5)
+    return varlen_attention(q, k, v, Flash(lengths, q.shape[-1] ** -0.5))
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, count: int, length: int) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlora_megatron.ops.frozen.losses import segment_sums
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.nano.rounds import NanoSwitch
 from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch, Placed

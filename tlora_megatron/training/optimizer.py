@@ -21,8 +21,7 @@ from tlora_megatron.config.job import OptimizerSpec
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.layers.slab_cells import SlabCells
-from tlora_megatron.ops.adamw import fused_adamw
-from tlora_megatron.ops.adamw_update import AdamUpdate
+from tlora_megatron.ops.adamw import AdamUpdate, fused_adamw
 from tlora_megatron.parallel.collectives import all_reduce
 from tlora_megatron.parallel.groups import ParallelGroups
 

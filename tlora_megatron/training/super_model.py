@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.layers.adapter_bank import AdapterBank
+from tlora_megatron.ops.frozen.losses import segment_sums
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.row_groups import segment_sums
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.nano_cuts import CutDocuments, cut_by_length
 from tlora_megatron.training.driven_jobs import collect

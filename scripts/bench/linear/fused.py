@@ -35,8 +35,7 @@ from tlora_megatron.ops.quantised.weight import (
     forward_product,
     input_gradient,
 )
-from tlora_megatron.ops.routing import Document, pack_micro_batch
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import Document, RowGroups, pack_micro_batch
 
 
 def build_factors(workload: Workload, mix: AdapterMix) -> tuple[SiteFactors, ...]:

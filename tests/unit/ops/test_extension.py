@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cuda_cases import STRUCTS
 from tests.helpers.launch import HANG_S
 from tlora_megatron.ops import kernel_build
 from tlora_megatron.ops.kernel_build import ExtensionUnavailable
-from tlora_megatron.ops.lora.cuda_arguments import STRUCTS
 
 needs_compiler = pytest.mark.skipif(
     kernel_build.find_compiler() is None, reason="needs nvcc, the CUDA compiler"

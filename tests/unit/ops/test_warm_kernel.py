@@ -112,7 +112,7 @@ INTEGERS = ("num_rows", "first_row", "end_row", "dropout_key", "first_column", "
 """Names that kernels have for their integers."""
 
 
-MODULES = "frozen.rms_norm_triton frozen.swiglu_triton frozen.rotary_triton lora.triton_up"
+MODULES = "frozen.rms_norm_triton frozen.swiglu_triton frozen.rotary_triton lora.triton_ops"
 
 
 @pytest.mark.parametrize("module", [*MODULES.split(), "lora.triton_parts"])

@@ -29,6 +29,9 @@ from torch import Tensor
 
 from tlora_megatron.ops.lora.torch_ops import accumulate
 
+CHUNK = 16
+"""Rank rows that tensor cores take at once."""
+
 
 def expert_products(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Returns `x W_e^T` `[R, N]`, each row by its own expert's weight.
@@ -36,21 +39,14 @@ def expert_products(x_RK: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tenso
     Args:
         counts_E: int64, rows of each expert; their sum is R.
     """
-    if runs_grouped(x_RK):
-        return grouped_products(x_RK, weight_ENK.transpose(1, 2), counts_E)
-    return looped_products(x_RK, weight_ENK.transpose(1, 2), counts_E)
+    return expert_dgrads(x_RK, weight_ENK.transpose(1, 2), counts_E)
 
 
 def expert_dgrads(dy_RN: Tensor, weight_ENK: Tensor, counts_E: Tensor) -> Tensor:
     """Returns `dy W_e` `[R, K]`; see `expert_products`."""
-    if runs_grouped(dy_RN):
+    if dy_RN.is_cuda and dy_RN.dtype == torch.bfloat16 and len(dy_RN):
         return grouped_products(dy_RN, weight_ENK, counts_E)
     return looped_products(dy_RN, weight_ENK, counts_E)
-
-
-def runs_grouped(x: Tensor) -> bool:
-    """True if all experts are one launch."""
-    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0
 
 
 def looped_products(x_RK: Tensor, weight_EKN: Tensor, counts_E: Tensor) -> Tensor:
@@ -162,6 +158,38 @@ class ExpertFactors:
     """What the targets' factors are views of, where kernels read them so."""
 
 
+class OuterTarget(NamedTuple):
+    """One factor of one adapter at one target: the shared one, or those of a rank's experts."""
+
+    columns: slice
+    """Its features, of the linear's input or output."""
+    ranks: slice
+    """Its columns among those that travel."""
+    weight: Tensor
+    """`[L, R, C]` in the compute dtype."""
+    grad: Tensor
+    """`[L, R, C]`, fp32."""
+
+
+@dataclass(frozen=True, eq=False)
+class OuterSide:
+    """The factors of all adapters on one side: what their experts share, or what each has."""
+
+    targets: tuple[tuple[OuterTarget, ...], ...]
+    """Those of each slot's adapter; some have none."""
+
+
+class OuterFactors(NamedTuple):
+    """The factors of all adapters that share the outer one, at one linear of the routed experts."""
+
+    shared: OuterSide
+    own: OuterSide
+    scaling: Tensor
+    """fp32 `[slots]`."""
+    width: int
+    """Rank columns of a row that travels: those of the adapter that has most, in whole chunks."""
+
+
 class ExpertOps(ABC):
     """Computes adapters at one linear of the routed experts; `TorchExpertOps` defines what."""
 
@@ -180,25 +208,13 @@ class ExpertOps(ABC):
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> Sequence[Tensor]:
-        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
+        """Does what of the way back needs no x: adds to dx and to gradients of B; returns dS."""
 
     @abstractmethod
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
         """Does the rest of it: adds to gradients of A."""
-
-    def backward(
-        self,
-        dy: PlacedRows,
-        dx_QK: Tensor,
-        x: PlacedRows,
-        saved: Sequence[Tensor],
-        runs: ExpertRuns,
-        factors: ExpertFactors,
-    ) -> None:
-        """Adds to dx and to the factors' gradients."""
-        self.input_sums(self.input_backward(dy, dx_QK, saved, runs, factors), x, runs, factors)
 
 
 class TorchExpertOps(ExpertOps):

@@ -33,12 +33,14 @@ from tlora_megatron.ops.experts.branch import (
     ExpertOps,
     ExpertRun,
     ExpertRuns,
+    OuterFactors,
+    OuterSide,
+    OuterTarget,
     PlacedRows,
     TorchExpertOps,
     expert_dgrads,
     expert_products,
 )
-from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide, OuterTarget
 from tlora_megatron.ops.lora.kernel_choice import runs_cuda, runs_triton
 from tlora_megatron.ops.lora.torch_ops import accumulate
 

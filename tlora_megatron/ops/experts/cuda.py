@@ -20,10 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.factors import RankRows, RankTables
 from tlora_megatron.ops.experts.triton_products import TritonExpertOps, down
 from tlora_megatron.ops.experts.triton_sums import add_sums as triton_add_sums
-from tlora_megatron.ops.experts.triton_tiles import PairTiles, tiles_of
+from tlora_megatron.ops.experts.triton_tiles import PairTiles, RankRows, RankTables, tiles_of
 from tlora_megatron.ops.lora.cuda_arguments import ExpertGemmArguments, ExpertSumsArguments, packer
 from tlora_megatron.ops.lora.cuda_calls import device_index, launch, multiprocessors
 from tlora_megatron.ops.warm_kernel import WarmKernel
@@ -201,53 +200,6 @@ class SumEntry(NamedTuple):
     unused: tuple[int, int] = (0, 0)
 
 
-class ExpertSums:
-    """Adds to gradients; keeps what a linear's tables say of its blocks."""
-
-    def __init__(self) -> None:
-        self._entries: WeakKeyDictionary[RankTables, dict[int, Tensor]] = WeakKeyDictionary()
-
-    def add(
-        self, rows: RankRows, s_QW: Tensor, values: PlacedRows, tables: RankTables, tiles: PairTiles
-    ) -> None:
-        """Adds `s^T values` of every pair to its gradients.
-
-        Args:
-            rows: of the gradients: one of those in `tables`.
-            values: bf16, K a multiple of 8.
-        """
-        values_TK, rows_Q = values
-        depth = values_TK.shape[1]
-        if not rows.aligned or rows.span % 2:
-            triton_add_sums(rows, s_QW, values, tables, tiles)
-            return
-        entries = self._entries_of(rows, tables, depth)
-        arguments = _SUMS.pack(  # in the order of `ExpertSumsArguments`
-            values_TK.data_ptr(),
-            s_QW.data_ptr(),
-            0 if rows_Q is None else rows_Q.data_ptr(),
-            tiles.begins.data_ptr(),
-            entries.data_ptr(),
-            rows.places_4SW.data_ptr(),
-            depth,
-            len(entries),
-            (len(tiles.begins) - 1) // (tables.slots + 1),
-            tables.slots + 1,
-            tables.width,
-            device_index(s_QW),
-        )
-        launch("expert_sums", arguments, s_QW)
-
-    def _entries_of(self, rows: RankRows, tables: RankTables, depth: int) -> Tensor:
-        known = self._entries.setdefault(tables, {})
-        key = id(rows)
-        if key not in known:
-            device = rows.places_4SW.device
-            found = [(*entry[:-1], *entry.unused) for entry in sum_entries(rows, depth)]
-            known[key] = torch.tensor(found, dtype=torch.int32).view(-1, 8).to(device)
-        return known[key]
-
-
 def sum_entries(rows: RankRows, depth: int) -> Iterator[SumEntry]:
     """Lists the blocks of an expert; those in which a slot has no gradient are left out."""
     for slot, runs in enumerate(rows.runs_S):
@@ -278,7 +230,8 @@ class CudaExpertOps:
 
     def __init__(self, beside: TritonExpertOps) -> None:
         self._beside = beside
-        self._sums = ExpertSums()
+        self._entries: WeakKeyDictionary[RankTables, dict[int, Tensor]] = WeakKeyDictionary()
+        """The blocks of a linear's sums, for each table of its gradients."""
         self._units: WeakKeyDictionary[ExpertRuns, dict[tuple[int, int], Units]] = (
             WeakKeyDictionary()
         )
@@ -339,7 +292,7 @@ class CudaExpertOps:
         tiles, (s_QW,) = tiles_of(runs, len(dy_QN), dy_QN.device), saved
         wide_QR = dy_QN.new_zeros(len(dy_QN), arenas.lora_a.shape[1])
         ds_QW = down(dy, tables.lora_b, tables, tiles, wide_QR)
-        self._sums.add(tables.grad_b, s_QW, dy, tables, tiles)
+        self._add_sums(tables.grad_b, s_QW, dy, tables, tiles)
         self._gemm(dy_QN, weight_LNK, dx_QK, runs, wide_QR, arenas.lora_a, arenas, transposed=False)
         return dx_QK, (ds_QW,)
 
@@ -349,7 +302,43 @@ class CudaExpertOps:
         """Adds to the gradients of A."""
         (ds_QW,), tables = ds, self._beside.tables_of(factors)
         tiles = tiles_of(runs, len(ds_QW), ds_QW.device)
-        self._sums.add(tables.grad_a, ds_QW, x, tables, tiles)
+        self._add_sums(tables.grad_a, ds_QW, x, tables, tiles)
+
+    def _add_sums(
+        self, rows: RankRows, s_QW: Tensor, values: PlacedRows, tables: RankTables, tiles: PairTiles
+    ) -> None:
+        """Adds `s^T values` of every pair to its gradients.
+
+        Args:
+            rows: of the gradients: one of those in `tables`.
+            values: bf16, K a multiple of 8.
+        """
+        values_TK, rows_Q = values
+        depth = values_TK.shape[1]
+        if not rows.aligned or rows.span % 2:
+            triton_add_sums(rows, s_QW, values, tables, tiles)
+            return
+        known = self._entries.setdefault(tables, {})
+        if id(rows) not in known:
+            found = [(*entry[:-1], *entry.unused) for entry in sum_entries(rows, depth)]
+            entries = torch.tensor(found, dtype=torch.int32).view(-1, 8)
+            known[id(rows)] = entries.to(rows.places_4SW.device)
+        entries = known[id(rows)]
+        arguments = _SUMS.pack(  # in the order of `ExpertSumsArguments`
+            values_TK.data_ptr(),
+            s_QW.data_ptr(),
+            0 if rows_Q is None else rows_Q.data_ptr(),
+            tiles.begins.data_ptr(),
+            entries.data_ptr(),
+            rows.places_4SW.data_ptr(),
+            depth,
+            len(entries),
+            (len(tiles.begins) - 1) // (tables.slots + 1),
+            tables.slots + 1,
+            tables.width,
+            device_index(s_QW),
+        )
+        launch("expert_sums", arguments, s_QW)
 
     def _gemm(
         self,

@@ -27,6 +27,7 @@ K, Q rows, I features inside an expert.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -56,22 +57,17 @@ def route_reference(
     Args:
         bias_E: of gpt-oss' router.
     """
-    if spec.glu is not None:
-        return _route_by_logits(F.linear(x_TH, weight_EH, bias_E), spec)
-    scores_TE = F.linear(x_TH, weight_EH).softmax(-1, dtype=torch.float32)
-    weights_TK, experts_TK = scores_TE.topk(spec.top_k, dim=-1)
-    if spec.normalizes:
-        weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-    if not spec.keeps_fp32:
-        weights_TK = weights_TK.to(x_TH.dtype)
-    experts_TK, order_TK = experts_TK.sort(-1)
-    return Routing(experts_TK, weights_TK.gather(-1, order_TK))
-
-
-def _route_by_logits(logits_TE: Tensor, spec: ExpertsSpec) -> Routing:
-    """gpt-oss: weights are a softmax over the chosen logits, in their dtype."""
-    chosen_TK, experts_TK = logits_TE.topk(spec.top_k, dim=-1)
-    weights_TK = chosen_TK.softmax(-1, dtype=chosen_TK.dtype)
+    logits_TE = F.linear(x_TH, weight_EH, bias_E)
+    if spec.glu is not None:  # gpt-oss: a softmax over the chosen logits, in their dtype
+        chosen_TK, experts_TK = logits_TE.topk(spec.top_k, dim=-1)
+        weights_TK = chosen_TK.softmax(-1, dtype=chosen_TK.dtype)
+    else:
+        scores_TE = logits_TE.softmax(-1, dtype=torch.float32)
+        weights_TK, experts_TK = scores_TE.topk(spec.top_k, dim=-1)
+        if spec.normalizes:
+            weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if not spec.keeps_fp32:
+            weights_TK = weights_TK.to(x_TH.dtype)
     experts_TK, order_TK = experts_TK.sort(-1)
     return Routing(experts_TK, weights_TK.gather(-1, order_TK))
 
@@ -192,9 +188,11 @@ def weighted_glu(inner_QI: Tensor, weights_Q: Tensor, glu: ClampedGlu | None) ->
         inner_QI: gate and up side by side, `[Q, 2 I]`.
         glu: gpt-oss' activation; None = SwiGLU.
     """
-    if glu is None:
-        return weighted_swiglu(inner_QI, weights_Q)
-    return _weighted(clamped_glu_reference(inner_QI, glu), weights_Q)
+    if glu is not None:
+        return _weighted(clamped_glu_reference(inner_QI, glu), weights_Q)
+    if runs_triton(inner_QI) and len(inner_QI):
+        return _kernels().weighted_swiglu(inner_QI, weights_Q)
+    return _weighted(swiglu_reference(inner_QI), weights_Q)
 
 
 def weighted_glu_back(
@@ -210,12 +208,17 @@ def weighted_glu_back(
     Args:
         with_result: the third value is `weighted_glu` then, else None.
     """
-    if glu is None:
-        return weighted_swiglu_back(grad_QI, inner_QI, weights_Q, with_result=with_result)
-    hidden_QI = clamped_glu_reference(inner_QI, glu)
+    if glu is not None:
+        hidden_QI = clamped_glu_reference(inner_QI, glu)
+        back: Vjp = functools.partial(_clamped_glu_back, inner_QI=inner_QI, glu=glu)
+    elif runs_triton(inner_QI) and len(inner_QI):
+        kernel = _kernels().weighted_swiglu_back
+        return kernel(grad_QI, inner_QI, weights_Q, with_result=with_result)
+    else:
+        hidden_QI, back = swiglu_vjp(inner_QI)
     dweights_Q = (grad_QI.float() * hidden_QI.float()).sum(-1)
     result = _weighted(hidden_QI, weights_Q) if with_result else None
-    return _clamped_glu_back(_weighted(grad_QI, weights_Q), inner_QI, glu), dweights_Q, result
+    return back(_weighted(grad_QI, weights_Q)), dweights_Q, result
 
 
 def clamped_glu_reference(inner_QI: Tensor, glu: ClampedGlu) -> Tensor:
@@ -233,39 +236,6 @@ def _clamped_glu_back(grad_QI: Tensor, inner_QI: Tensor, glu: ClampedGlu) -> Ten
     slope = sigmoid * (1 + glu.alpha * low * (1 - sigmoid))
     dgate = grad * (among + 1) * slope * (gate == low)
     return torch.cat([dgate, dup], dim=-1).to(inner_QI.dtype)
-
-
-def weighted_swiglu(inner_QI: Tensor, weights_Q: Tensor) -> Tensor:
-    """Returns `w * silu(gate) * up` `[Q, I]`.
-
-    Args:
-        inner_QI: gate and up side by side, `[Q, 2 I]`.
-    """
-    if runs_triton(inner_QI) and len(inner_QI):
-        from tlora_megatron.ops.experts import triton_rows
-
-        return triton_rows.weighted_swiglu(inner_QI, weights_Q)
-    return _weighted(swiglu_reference(inner_QI), weights_Q)
-
-
-def weighted_swiglu_back(
-    grad_QI: Tensor, inner_QI: Tensor, weights_Q: Tensor, *, with_result: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns the gradients of gate and up `[Q, 2 I]`, and of the weights, fp32 `[Q]`.
-
-    Args:
-        with_result: the third value is `weighted_swiglu` then, else None.
-    """
-    if runs_triton(inner_QI) and len(inner_QI):
-        from tlora_megatron.ops.experts import triton_rows
-
-        return triton_rows.weighted_swiglu_back(
-            grad_QI, inner_QI, weights_Q, with_result=with_result
-        )
-    hidden_QI, back = swiglu_vjp(inner_QI)
-    dweights_Q = (grad_QI.float() * hidden_QI.float()).sum(-1)
-    result = _weighted(hidden_QI, weights_Q) if with_result else None
-    return back(_weighted(grad_QI, weights_Q)), dweights_Q, result
 
 
 def _weighted(x: Tensor, weights_Q: Tensor) -> Tensor:

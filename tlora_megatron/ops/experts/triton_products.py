@@ -10,7 +10,6 @@ Shapes: Q rows, K columns of the linear's side, W rank rows of the widest slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,42 +18,29 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertOps, ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.factors import RankRows, RankTables, rank_tables
 from tlora_megatron.ops.experts.triton_sums import add_sums
 from tlora_megatron.ops.experts.triton_tiles import (
     TILE_FIELDS,
     TILE_ROWS,
     PairTiles,
+    RankRows,
+    RankTables,
     factor_pointers,
     in_columns,
     is_chunk_of,
     rank_places,
+    rank_tables,
+    ranks_at_once,
     tiles_of,
 )
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
-MOST_RANK_ROWS = 64
-"""Rank rows that a program multiplies at once; wider slots take several rounds."""
-
-
-class DownBlocks(NamedTuple):
-    """How programs of `down` divide the work."""
-
-    depth: int = 64
-    """Columns of x that one step reads."""
-    ranks: int = 128
-    """Most rank rows at once; wider slots take several rounds."""
-    stages: int = 4
-    warps: int = 4
-
-
+_DEPTH, _STAGES = 64, 4
+"""Columns of x that one step of `down` reads, and steps under way."""
 _COLUMNS = 128
 """Columns of y of a program of `up`."""
-
-
-def chunk_of(width: int) -> int:
-    """Returns the rank rows that a program takes at once where the widest slot has so many."""
-    return min(MOST_RANK_ROWS, triton.next_power_of_2(max(width, 16)))
+_DOWN_RANKS, _UP_RANKS = 128, 64
+"""Rank rows that a program multiplies at once; wider slots take several rounds."""
 
 
 @triton.jit
@@ -222,7 +208,6 @@ def down(
     tiles: PairTiles,
     wide_QR: Tensor | None = None,
     out_QW: Tensor | None = None,
-    blocks: DownBlocks = DownBlocks(),  # noqa: B008 - frozen
 ) -> Tensor:
     """Returns `scaling x M^T` `[Q, W]` in the dtype of x.
 
@@ -247,17 +232,17 @@ def down(
         (
             values_TK.shape[1],
             TILE_ROWS,
-            min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16))),
-            blocks.depth,
-            blocks.stages,
+            ranks_at_once(tables, _DOWN_RANKS),
+            _DEPTH,
+            _STAGES,
             TILE_FIELDS,
             int(rows.aligned),
-            int(rows.span % blocks.depth == 0),
+            int(rows.span % _DEPTH == 0),
             int(values_TK.dtype == torch.float32),
             int(wide_QR is not None),
             int(rows_Q is not None),
         ),
-        num_warps=blocks.warps,
+        num_warps=4,
     )
     return s_QW
 
@@ -273,7 +258,7 @@ def up(y_QK: Tensor, s_QW: Tensor, rows: RankRows, tables: RankTables, tiles: Pa
         (
             y_QK.shape[1],
             TILE_ROWS,
-            chunk_of(tables.width),
+            ranks_at_once(tables, _UP_RANKS),
             _COLUMNS,
             TILE_FIELDS,
             int(rows.aligned),

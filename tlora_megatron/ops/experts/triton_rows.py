@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -9,11 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.factors import OuterSide, Placed, RankTables, rank_rows
+from tlora_megatron.ops.experts.branch import ExpertRuns, OuterSide, OuterTarget, PlacedRows
 from tlora_megatron.ops.experts.triton_products import down, up
 from tlora_megatron.ops.experts.triton_sums import add_sums
-from tlora_megatron.ops.experts.triton_tiles import tiles_of
+from tlora_megatron.ops.experts.triton_tiles import (
+    Placed,
+    RankRows,
+    RankTables,
+    rank_rows,
+    tiles_of,
+)
 from tlora_megatron.ops.frozen.swiglu_triton import gradients, product
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -211,31 +217,28 @@ _known: WeakKeyDictionary[OuterSide, RankTables] = WeakKeyDictionary()
 
 
 def _tables_of(side: OuterSide, width: int, device: torch.device) -> RankTables:
+    """Returns the tables of one side of a linear, made once."""
     if side not in _known:
-        _known[side] = _tables(side, width, device)
+
+        def placed(pick: Callable[[OuterTarget], Tensor]) -> RankRows:
+            slots = [
+                [Placed(t.ranks.start, t.columns.start, pick(t)) for t in targets]
+                for targets in side.targets
+            ]
+            return rank_rows(slots, width, device)
+
+        widths = [max((t.ranks.stop for t in targets), default=0) for targets in side.targets]
+        widths_S = torch.tensor(widths, dtype=torch.int32, device=device)
+        rows, grad_rows = placed(lambda t: t.weight), placed(lambda t: t.grad)
+        _known[side] = RankTables(
+            slots=len(widths),
+            width=width,
+            widths_S=widths_S,
+            lora_a=rows,
+            lora_b=rows,
+            grad_a=grad_rows,
+            grad_b=grad_rows,
+            scaling_S=torch.ones(len(widths), device=device),
+            positions=widths_S,
+        )
     return _known[side]
-
-
-def _tables(side: OuterSide, width: int, device: torch.device) -> RankTables:
-    slots = [
-        [Placed(target.ranks.start, target.columns.start, target.weight) for target in targets]
-        for targets in side.targets
-    ]
-    grads = [
-        [Placed(target.ranks.start, target.columns.start, target.grad) for target in targets]
-        for targets in side.targets
-    ]
-    widths = [max((t.ranks.stop for t in targets), default=0) for targets in side.targets]
-    widths_S = torch.tensor(widths, dtype=torch.int32, device=device)
-    rows, grad_rows = rank_rows(slots, width, device), rank_rows(grads, width, device)
-    return RankTables(
-        slots=len(widths),
-        width=width,
-        widths_S=widths_S,
-        lora_a=rows,
-        lora_b=rows,
-        grad_a=grad_rows,
-        grad_b=grad_rows,
-        scaling_S=torch.ones(len(widths), device=device),
-        positions=widths_S,
-    )

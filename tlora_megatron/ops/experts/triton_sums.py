@@ -17,28 +17,24 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import PlacedRows
-from tlora_megatron.ops.experts.factors import RankRows, RankTables
 from tlora_megatron.ops.experts.triton_tiles import (
     PairTiles,
+    RankRows,
+    RankTables,
     factor_pointers,
     in_columns,
     is_chunk_of,
     rank_places,
+    ranks_at_once,
 )
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
-
-class SumBlocks(NamedTuple):
-    """How programs divide the work."""
-
-    columns: int = 256
-    step: int = 32
-    """Rows that one step reads."""
-    ranks: int = 64
-    """Most rank rows of a program."""
-    stages: int = 2
-    """Steps under way; one more where rows are found by their places."""
-    warps: int = 4
+_COLUMNS, _STEP = 256, 32
+"""Columns of a program, and rows that one step of it reads."""
+_RANKS = 64
+"""Most rank rows of a program."""
+_STAGES = 2
+"""Steps under way; one more where rows are found by their places."""
 
 
 @triton.jit
@@ -137,20 +133,15 @@ _sums = WarmKernel(_sums_kernel)
 
 
 def add_sums(
-    rows: RankRows,
-    s_QW: Tensor,
-    values: PlacedRows,
-    tables: RankTables,
-    tiles: PairTiles,
-    blocks: SumBlocks = SumBlocks(),  # noqa: B008 - frozen
+    rows: RankRows, s_QW: Tensor, values: PlacedRows, tables: RankTables, tiles: PairTiles
 ) -> None:
     """Adds `s^T values` of every pair to its gradients."""
     values_TK, rows_Q = values
     depth = values_TK.shape[1]
-    most = min(blocks.ranks, triton.next_power_of_2(max(tables.width, 16)))
+    most = ranks_at_once(tables, _RANKS)
     chunks, pairs = triton.cdiv(tables.width, most), len(tiles.begins) - 1
     _sums.launch(
-        pairs * chunks * triton.cdiv(depth, blocks.columns),
+        pairs * chunks * triton.cdiv(depth, _COLUMNS),
         (
             tiles.begins,
             s_QW,
@@ -164,15 +155,15 @@ def add_sums(
             depth,
             most,
             chunks,
-            blocks.columns,
-            blocks.step,
-            blocks.stages + (rows_Q is not None),
+            _COLUMNS,
+            _STEP,
+            _STAGES + (rows_Q is not None),
             int(rows.aligned),
-            int(rows.span % blocks.columns == 0),
+            int(rows.span % _COLUMNS == 0),
             int(values_TK.dtype == torch.float32),
             int(rows_Q is not None),
         ),
-        num_warps=blocks.warps,
+        num_warps=4,
     )
 
 

@@ -4,11 +4,20 @@ A pair is an expert and a slot, the null slot included; its rows are one run. A 
 rows of one pair, counted from the pair's first row, so that a job's rounding is its own. The host
 knows no count: it starts as many programs as there can be tiles, and those left over end at once.
 
-Shapes: L experts, S slots and the null slot, P = L (S + 1) pairs, Q rows.
+A slot's rank rows at a linear are those of its targets one after another: on `linear_fc1` the rows
+of gate's A, then those of up's. Each row is found by the address that it has at expert 0 and by how
+far apart experts lie, so factors stay where their slabs and copies hold them.
+
+Shapes: L experts, or 1 for what they share, S slots and the null slot, P = L (S + 1) pairs, Q rows,
+W rank rows of the widest slot, a multiple of `CHUNK`.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -17,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertRuns
+from tlora_megatron.ops.experts.branch import CHUNK, ExpertFactors, ExpertRuns, ExpertTarget
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
@@ -133,6 +142,117 @@ def tiles_of(runs: ExpertRuns, num_rows: int, device: torch.device) -> PairTiles
 
 
 _known: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
+
+
+class RankRun(NamedTuple):
+    """Rank rows of a slot that have the same columns: those of one target."""
+
+    begin: int
+    end: int
+    columns: range
+
+
+class RankRows(NamedTuple):
+    """One factor of all adapters, row by row of the rank."""
+
+    places_4SW: Tensor
+    """int64: address at expert 0, 0 where there is no row; bytes from expert to expert; first
+    column of the linear that the row has, and the one behind its last."""
+    aligned: bool
+    """True if all addresses are multiples of 16."""
+    span: int
+    """What the first columns of all rows and their ends are multiples of."""
+    runs_S: tuple[tuple[RankRun, ...], ...]
+    """The same on the host, slot by slot."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RankTables:
+    """All adapters at one linear of the routed experts."""
+
+    slots: int
+    width: int
+    """W; 0 where no adapter is."""
+    widths_S: Tensor
+    """int32: rank rows of each slot."""
+    lora_a: RankRows
+    lora_b: RankRows
+    grad_a: RankRows
+    grad_b: RankRows
+    scaling_S: Tensor
+    """fp32."""
+    positions: Tensor
+    """int32: the slots' rank columns in the arenas (`ExpertArenas.positions`); anything without."""
+
+
+class Placed(NamedTuple):
+    """A factor's place among a slot's rank rows and a linear's columns."""
+
+    row: int
+    column: int
+    factor: Tensor
+    """`[L, rank, columns]`."""
+
+
+def rank_tables(factors: ExpertFactors) -> RankTables:
+    """Builds the tables of a linear; copies them to the device of its factors."""
+    ranks = [[target.lora_a.shape[1] for target in targets] for targets in factors.targets]
+    widths = [sum(of_slot) for of_slot in ranks]
+    width = -(-max(widths, default=0) // CHUNK) * CHUNK
+    device = factors.scaling.device
+
+    def rows(pick: Callable[[ExpertTarget], Tensor], *, out: bool) -> RankRows:
+        slots = []
+        for targets, of_slot in zip(factors.targets, ranks, strict=True):
+            begins = itertools.accumulate(of_slot, initial=0)
+            slots.append(
+                [
+                    Placed(row, target.columns.start if out else 0, pick(target))
+                    for row, target in zip(begins, targets, strict=False)
+                ]
+            )
+        return rank_rows(slots, width, device)
+
+    widths_S = torch.tensor(widths, dtype=torch.int32, device=device)
+    return RankTables(
+        slots=len(widths),
+        width=width,
+        widths_S=widths_S,
+        lora_a=rows(lambda target: target.lora_a, out=False),
+        lora_b=rows(lambda target: target.lora_b, out=True),
+        grad_a=rows(lambda target: target.grad_a, out=False),
+        grad_b=rows(lambda target: target.grad_b, out=True),
+        scaling_S=factors.scaling,
+        positions=widths_S if factors.arenas is None else factors.arenas.positions,
+    )
+
+
+def rank_rows(slots: Sequence[Sequence[Placed]], width: int, device: torch.device) -> RankRows:
+    """Builds the table of one factor of every slot, and copies it to a device."""
+    places = torch.zeros(4, len(slots), width, dtype=torch.int64)
+    runs: list[tuple[RankRun, ...]] = []
+    for slot, of_slot in enumerate(slots):
+        found = []
+        for row, column, factor_LRN in of_slot:
+            assert factor_LRN.stride(2) == 1, "a rank row lies in one piece"
+            size, (_, rank, columns) = factor_LRN.element_size(), factor_LRN.shape
+            steps = torch.arange(rank) * (factor_LRN.stride(1) * size)
+            rows = slice(row, row + rank)
+            # Of column 0 of the linear, so that a column is added as it is.
+            places[0, slot, rows] = factor_LRN.data_ptr() - column * size + steps
+            places[1, slot, rows] = factor_LRN.stride(0) * size
+            places[2, slot, rows] = column
+            places[3, slot, rows] = column + columns
+            found.append(RankRun(row, row + rank, range(column, column + columns)))
+        runs.append(tuple(found))
+    aligned = not bool((places[:2] % 16).any())
+    span = math.gcd(*places[2:].flatten().tolist())
+    return RankRows(places.to(device), aligned, span, tuple(runs))
+
+
+def ranks_at_once(tables: RankTables, most: int) -> int:
+    """Returns the rank rows that a program takes at once: the widest slot's, up to a number."""
+    return min(most, triton.next_power_of_2(max(tables.width, 16)))
 
 
 @triton.jit

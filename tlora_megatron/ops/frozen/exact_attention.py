@@ -50,7 +50,6 @@ class BackwardCalls(NamedTuple):
     """In the order of their launch."""
     gaps: tuple[tuple[int, int], ...]
     """Rows of padding."""
-    num_streams: int = NUM_STREAMS
 
 
 def backward_calls(
@@ -111,7 +110,7 @@ def _grads_of_calls(
     works = [
         functools.partial(_write_call, grads, dout_TND, saved, call, kernel) for call in calls.calls
     ]
-    run_beside_each_other(works, dout_TND.device, calls.num_streams)
+    run_beside_each_other(works, dout_TND.device)
     return grads
 
 
@@ -184,21 +183,19 @@ def _put_back(into_TND: torch.Tensor, grad: torch.Tensor, count: int) -> None:
     into_TND.copy_(each.sum(dim=(1, 3)).transpose(0, 1))
 
 
-def run_beside_each_other(
-    works: Sequence[Callable[[], None]], device: torch.device, num_streams: int
-) -> None:
+def run_beside_each_other(works: Sequence[Callable[[], None]], device: torch.device) -> None:
     """Gives works to streams in turn, the first to the current one, which then waits for all.
 
     Nothing needs `record_stream`: the current stream waits before any tensor of its own is freed,
     and what a work allocates is freed, and given out again, on the stream of that work. With
     CUDA_DEVICE_MAX_CONNECTIONS=1 works follow one another, more or less.
     """
-    if device.type != "cuda" or min(len(works), num_streams) < 2:
+    if device.type != "cuda" or min(len(works), NUM_STREAMS) < 2:
         for work in works:
             work()
         return
     main = torch.cuda.current_stream(device)
-    sides = _side_streams(device)[: min(len(works), num_streams) - 1]
+    sides = _side_streams(device)[: min(len(works), NUM_STREAMS) - 1]
     forked = main.record_event()
     for side in sides:
         side.wait_event(forked)

@@ -1,4 +1,4 @@
-"""Cross-entropy whose gradient takes the place of the logits, and losses of single tokens.
+"""Cross-entropy whose gradient takes the place of the logits, losses of single tokens, their sums.
 
 Semantics, for a row of logits x over the whole vocabulary and its label y, in fp32:
 
@@ -67,13 +67,6 @@ def row_statistics(logits_nV: torch.Tensor, labels_n: torch.Tensor, valid: int) 
         from tlora_megatron.ops.frozen.cross_entropy_triton import launch_statistics
 
         return launch_statistics(logits_nV, labels_n, valid, gradient=False)
-    return row_statistics_reference(logits_nV, labels_n, valid)
-
-
-def row_statistics_reference(
-    logits_nV: torch.Tensor, labels_n: torch.Tensor, valid: int
-) -> torch.Tensor:
-    """The definition of `row_statistics`."""
     logits_nV = logits_nV[:, :valid].float()
     if valid == 0:
         zeros_n = logits_nV.new_zeros(len(labels_n))
@@ -102,14 +95,7 @@ def write_gradient_(
         from tlora_megatron.ops.frozen.cross_entropy_triton import launch_gradient
 
         launch_gradient(logits_nV, labels_n, lse_n, valid)
-    else:
-        write_gradient_reference_(logits_nV, labels_n, lse_n, valid)
-
-
-def write_gradient_reference_(
-    logits_nV: torch.Tensor, labels_n: torch.Tensor, lse_n: torch.Tensor, valid: int
-) -> None:
-    """The definition of `write_gradient_`."""
+        return
     columns_V = torch.arange(valid, device=logits_nV.device)
     grad_nV = (logits_nV[:, :valid].float() - lse_n[:, None]).exp()
     grad_nV -= (columns_V == labels_n[:, None]).float()
@@ -244,3 +230,18 @@ def scaled_losses(
     """
     loss_T: Tensor = _Scaled.apply(nll_T, weights_T, inputs, kinds)
     return loss_T
+
+
+def segment_sums(values_T: Tensor, lengths_G: Tensor, *, exact: bool = False) -> Tensor:
+    """Sums of consecutive runs, fp32 `[G]`, in a fixed order; a NaN stays in its own run.
+
+    Args:
+        exact: on GPUs too the order must not depend on the row at which a run begins. torch's loads
+            four aligned values at once where a run is long.
+    """
+    values_T = values_T.float()
+    if exact and values_T.is_cuda:
+        from tlora_megatron.ops.frozen.cross_entropy_triton import launch_segment_sums
+
+        return launch_segment_sums(values_T.contiguous(), lengths_G.cumsum(0))
+    return torch.segment_reduce(values_T, "sum", lengths=lengths_G, initial=0, unsafe=True)

@@ -103,54 +103,106 @@ class CumulativeLengths(NamedTuple):
     """A span's bits must not depend on the spans beside it."""
 
 
+class Flash(NamedTuple):
+    """Flash attention over spans of rows: bf16 or fp16 on CUDA, D a multiple of 8."""
+
+    lengths: CumulativeLengths
+    scale: float
+    sight: Sight = WHOLE
+
+    def forward(
+        self, q_TND: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns what backward needs; the output is the fourth.
+
+        It is queries, keys, values, the output, a number a query and head, and the state of a
+        random generator that draws nothing. Output and number are those with sinks, if there are
+        any.
+        """
+        out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
+            q_TND,
+            k_KGD,
+            v_KGD,
+            *self.lengths[:4],
+            0.0,  # dropout
+            True,  # causal
+            False,  # return_debug_mask
+            scale=self.scale,
+            **self._window,
+        )
+        if self.sight.sinks_N is not None:
+            out_TND, lse_NT = with_sinks(out_TND, lse_NT, self.sight.sinks_N)
+        return q_TND, k_KGD, v_KGD, out_TND, lse_NT, *random_state[:2]
+
+    def backward(
+        self, dout_TND: torch.Tensor, saved: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Returns the gradients of queries, keys and values."""
+        *tensors, seed, offset = saved
+
+        def kernel(
+            dout: torch.Tensor, own: Sequence[torch.Tensor], *lengths: torch.Tensor | int
+        ) -> tuple[torch.Tensor, ...]:
+            return torch.ops.aten._flash_attention_backward(
+                dout,
+                *own,
+                *lengths,
+                0.0,  # dropout
+                True,  # causal
+                seed,
+                offset,
+                scale=self.scale,
+                **self._window,
+            )
+
+        calls = self.lengths.backward_calls
+        if calls is None:
+            return kernel(dout_TND, tensors, *self.lengths[:4])
+        return backward_in_calls(
+            dout_TND,
+            tensors,
+            calls,
+            lambda dout, own, begins, longest: kernel(dout, own, begins, begins, longest, longest),
+        )
+
+    def by_flash4(
+        self, q_TND: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns attention `[T, N, D]`, differentiable, where `flash4` takes the queries."""
+        begins, longest = self.lengths[:2], (self.lengths.max_queries, self.lengths.max_keys)
+        return flash4.attend(
+            q_TND,
+            k_KGD,
+            v_KGD,
+            begins,
+            longest,
+            self.scale,
+            self.sight.window,
+            self.sight.sinks_N,
+            is_exact=self.lengths.is_exact,
+        )
+
+    @property
+    def _window(self) -> dict[str, int]:
+        """The kernels' arguments: keys before a query's own, and behind it."""
+        if self.sight.window is None:
+            return {}
+        return {"window_size_left": self.sight.window - 1, "window_size_right": 0}
+
+
 def varlen_attention(
-    q_TND: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    lengths: CumulativeLengths,
-    scale: float,
-    sight: Sight = WHOLE,
+    q_TND: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, flash: Flash
 ) -> torch.Tensor:
     """Returns attention `[T, N, D]`; a span's last query sees all keys, the one before all but one.
 
-    bf16 or fp16 on CUDA, D a multiple of 8; by `flash4` where that runs. The queries' gradients are
-    added up by atomics, unless the lengths are exact, or `torch.use_deterministic_algorithms(True)`
-    asks for the same bits every time: with torch's kernels that costs the backward 1.7x on ragged
-    packed rows (H200, docs/measurements, frozen_parts).
+    The queries' gradients are added up by atomics, unless the lengths are exact, or
+    `torch.use_deterministic_algorithms(True)` asks for the same bits every time: with torch's
+    kernels that costs the backward 1.7x on ragged packed rows (H200, docs/measurements,
+    frozen_parts).
     """
-    if flash4.takes(q_TND, is_exact=lengths.is_exact):
-        return _by_flash4(q_TND, k_KGD, v_KGD, lengths, scale, sight)
-    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, lengths, scale, sight)
-
-
-def varlen_attention_vjp(
-    q_TND: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    lengths: CumulativeLengths,
-    scale: float,
-    sight: Sight = WHOLE,
-) -> tuple[torch.Tensor, Vjp]:
-    """Returns `varlen_attention` and its vector-Jacobian product."""
-    if flash4.takes(q_TND, is_exact=lengths.is_exact):
-        return vjp_by_autograd(
-            lambda q, k, v: _by_flash4(q, k, v, lengths, scale, sight), q_TND, k_KGD, v_KGD
-        )
-    saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale, sight)
-    return saved[3], lambda dout_TND: _backward(dout_TND, saved, lengths, scale, sight)
-
-
-def _by_flash4(
-    q_TND: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    lengths: CumulativeLengths,
-    scale: float,
-    sight: Sight,
-) -> torch.Tensor:
-    begins, longest = lengths[:2], (lengths.max_queries, lengths.max_keys)
-    window, sinks_N, is_exact = sight.window, sight.sinks_N, lengths.is_exact
-    return flash4.attend(q_TND, k_KGD, v_KGD, begins, longest, scale, window, sinks_N, is_exact)
+    if flash4.takes(q_TND, is_exact=flash.lengths.is_exact):
+        return flash.by_flash4(q_TND, k_KGD, v_KGD)
+    return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, flash)
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -158,101 +210,16 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q_TND: torch.Tensor,
-        k_KGD: torch.Tensor,
-        v_KGD: torch.Tensor,
-        lengths: CumulativeLengths,
-        scale: float,
-        sight: Sight,
+        ctx: Any, q_TND: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor, flash: Flash
     ) -> torch.Tensor:
-        saved = _forward(q_TND, k_KGD, v_KGD, lengths, scale, sight)
+        saved = flash.forward(q_TND, k_KGD, v_KGD)
         ctx.save_for_backward(*saved)
-        ctx.lengths, ctx.scale, ctx.sight = lengths, scale, sight
+        ctx.flash = flash
         return saved[3]
 
     @staticmethod
     def backward(ctx: Any, dout_TND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grads = _backward(dout_TND, ctx.saved_tensors, ctx.lengths, ctx.scale, ctx.sight)
-        return *grads, None, None, None
-
-
-def _forward(
-    q_TND: torch.Tensor,
-    k_KGD: torch.Tensor,
-    v_KGD: torch.Tensor,
-    lengths: CumulativeLengths,
-    scale: float,
-    sight: Sight,
-) -> tuple[torch.Tensor, ...]:
-    """Returns what backward needs; the output is the fourth.
-
-    It is queries, keys, values, the output, a number a query and head, and the state of a random
-    generator that draws nothing. Output and number are those with sinks, if there are any.
-    """
-    out_TND, lse_NT, *random_state = torch.ops.aten._flash_attention_forward(
-        q_TND,
-        k_KGD,
-        v_KGD,
-        *lengths[:4],
-        0.0,  # dropout
-        True,  # causal
-        False,  # return_debug_mask
-        scale=scale,
-        **_window(sight),
-    )
-    if sight.sinks_N is not None:
-        out_TND, lse_NT = with_sinks(out_TND, lse_NT, sight.sinks_N)
-    return q_TND, k_KGD, v_KGD, out_TND, lse_NT, *random_state[:2]
-
-
-def _window(sight: Sight) -> dict[str, int]:
-    """The kernels' arguments: keys before a query's own, and behind it."""
-    if sight.window is None:
-        return {}
-    return {"window_size_left": sight.window - 1, "window_size_right": 0}
-
-
-def _backward(
-    dout_TND: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    lengths: CumulativeLengths,
-    scale: float,
-    sight: Sight,
-) -> tuple[torch.Tensor, ...]:
-    *tensors, seed, offset = saved
-    random_state, calls = (seed, offset), lengths.backward_calls
-    window = _window(sight)
-    if calls is None:
-        return _backward_kernel(dout_TND, tensors, lengths[:4], random_state, scale, window)
-
-    def kernel(
-        dout: torch.Tensor, own: Sequence[torch.Tensor], cumulative: torch.Tensor, longest: int
-    ) -> tuple[torch.Tensor, ...]:
-        begins = (cumulative, cumulative, longest, longest)
-        return _backward_kernel(dout, own, begins, random_state, scale, window)
-
-    return backward_in_calls(dout_TND, tensors, calls, kernel)
-
-
-def _backward_kernel(
-    dout_TND: torch.Tensor,
-    saved: Sequence[torch.Tensor],
-    lengths: tuple[torch.Tensor, torch.Tensor, int, int],
-    random_state: tuple[torch.Tensor, torch.Tensor],
-    scale: float,
-    window: dict[str, int],
-) -> tuple[torch.Tensor, ...]:
-    return torch.ops.aten._flash_attention_backward(
-        dout_TND,
-        *saved,
-        *lengths,
-        0.0,  # dropout
-        True,  # causal
-        *random_state,
-        scale=scale,
-        **window,
-    )
+        return *ctx.flash.backward(dout_TND, ctx.saved_tensors), None
 
 
 def attend_documents(
@@ -274,8 +241,8 @@ def attend_documents(
     """
     if not runs_flash(q_TND):
         return attend_spans(q_TND, k_KGD, v_KGD, micro_batch, scale, sight)
-    lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
-    return varlen_attention(q_TND, k_KGD, v_KGD, lengths, scale, sight)
+    flash = Flash(_lengths(micro_batch, q_TND, k_KGD.shape[1]), scale, sight)
+    return varlen_attention(q_TND, k_KGD, v_KGD, flash)
 
 
 def attend_documents_vjp(
@@ -288,9 +255,11 @@ def attend_documents_vjp(
 ) -> tuple[torch.Tensor, Vjp]:
     """Returns `attend_documents` and its vector-Jacobian product."""
     if runs_flash(q_TND):
-        lengths = _lengths(micro_batch, q_TND, k_KGD.shape[1])
-        return varlen_attention_vjp(q_TND, k_KGD, v_KGD, lengths, scale, sight)
-
+        flash = Flash(_lengths(micro_batch, q_TND, k_KGD.shape[1]), scale, sight)
+        if flash4.takes(q_TND, is_exact=flash.lengths.is_exact):
+            return vjp_by_autograd(flash.by_flash4, q_TND, k_KGD, v_KGD)
+        saved = flash.forward(q_TND, k_KGD, v_KGD)
+        return saved[3], lambda dout_TND: flash.backward(dout_TND, saved)
     return vjp_by_autograd(
         lambda q, k, v: attend_spans(q, k, v, micro_batch, scale, sight), q_TND, k_KGD, v_KGD
     )

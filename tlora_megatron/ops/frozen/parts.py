@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora.kernel_choice import runs_cuda, runs_triton
 from tlora_megatron.ops.lora.linear_ops import Base, base_dgrad, base_product
-from tlora_megatron.ops.quantised.rows import ONE_SCALE, OneScale
+from tlora_megatron.ops.quantised.rows import OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 Vjp = Callable[..., Any]
@@ -152,19 +152,11 @@ def swiglu_vjp(
     """
     if not runs_triton(x):
         return vjp_by_autograd(swiglu_reference, x)
-    from tlora_megatron.ops.frozen import swiglu_triton as kernels
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.frozen.swiglu_triton import launch_backward, launch_forward
 
     x = x.contiguous()
-    width = x.shape[-1] // 2
-    if isinstance(row, QuantWeight) and width <= kernels.FORWARD_COLUMNS:
-        y = kernels.forward_with_codes(x, row)
-    else:
-        y = kernels.launch_forward(x, with_largest=row is ONE_SCALE)
-    if isinstance(column, QuantWeight) and width <= kernels.BACKWARD_COLUMNS:
-        return y, lambda dy: kernels.backward_with_codes(dy.contiguous(), x, column)
-    return y, lambda dy: kernels.launch_backward(
-        dy.contiguous(), x, with_largest=column is ONE_SCALE
-    )
+    return launch_forward(x, row), lambda dy: launch_backward(dy.contiguous(), x, column)
 
 
 class _FusedSwiGLU(torch.autograd.Function):
@@ -172,7 +164,6 @@ class _FusedSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        # Not at the top: triton is only there on machines with a GPU.
         from tlora_megatron.ops.frozen.swiglu_triton import launch_forward
 
         x = x.contiguous()

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from tlora_megatron.ops.frozen.parts import NormWeight, Vjp, vjp_by_autograd
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
-from tlora_megatron.ops.quantised.rows import GROUP, ONE_SCALE, OneScale
+from tlora_megatron.ops.quantised.rows import GROUP, OneScale
 from tlora_megatron.ops.quantised.weight import QuantWeight
 
 
@@ -53,30 +53,14 @@ def normed_dtype(stream: torch.Tensor, weight_H: torch.Tensor) -> torch.dtype:
     return weight_H.dtype if stream.dtype == torch.float32 else stream.dtype
 
 
-def rms_norm(x: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalises `[..., H]`."""
-    if not runs_triton(x):
-        return rms_norm_reference(x, weight_H, eps)
-    return _FusedRMSNorm.apply(x, None, weight_H, eps)[1]
-
-
-def fork_rms_norm(
-    x: torch.Tensor, weight_H: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `[..., H]` as it is and normalised."""
-    if not runs_triton(x):
-        return x, rms_norm_reference(x, weight_H, eps)
-    return _FusedRMSNorm.apply(x, None, weight_H, eps)
-
-
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_H: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight_H: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `residual + x`, rounded to their dtype, as it is and normalised."""
-    if not runs_triton(x):
-        total = residual + x
-        return total, rms_norm_reference(total, weight_H, eps)
-    return _FusedRMSNorm.apply(x, residual, weight_H, eps)
+    """Returns `residual + x`, rounded to their dtype, or x, as it is and normalised: `[..., H]`."""
+    if runs_triton(x):
+        return _FusedRMSNorm.apply(x, residual, NormWeight(weight_H, eps, rounds_once=False))
+    total = x if residual is None else residual + x
+    return total, rms_norm_reference(total, weight_H, eps)
 
 
 class Beside(NamedTuple):
@@ -91,28 +75,36 @@ class Beside(NamedTuple):
     """Made x, and reads the gradient that the product returns."""
 
 
-_NOBODY = Beside()
-
-
 def add_rms_norm_vjp(
     x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    """Returns `add_rms_norm` (`fork_rms_norm` without a residual) and its vector-Jacobian product.
+    """Returns what `add_rms_norm` does, of either norm, and its vector-Jacobian product.
 
     The product takes the gradients of both outputs, None for a sum that nobody reads, and returns
     that of x, which is also the residual's.
     """
     if not runs_triton(x):
-        return _add_vjp_by_autograd(x, residual, weight)
-    return _add_vjp_by_triton(x, residual, weight, _codes_wanted(x, residual, beside))
+        total = x if residual is None else residual + x
+        both, vjp = vjp_by_autograd(lambda t: (t, norm_reference(t, weight)), total)
+        return *both, vjp
+    from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward, launch_forward
 
+    column, row = beside or (None, None)
+    if x.dim() != 2 or x.shape[1] < GROUP:  # no codes of narrow rows
+        column = row = None
+    if residual is not None and residual.dtype != x.dtype:  # nor of a stream that is rounded
+        row = None
+    x = x.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    dtype = normed_dtype(x if residual is None else residual, weight.weight_H)
+    out = torch.empty_like(x, dtype=dtype)
+    total, rstd = launch_forward(x, residual, weight, out, column)
 
-def _codes_wanted(x: torch.Tensor, residual: torch.Tensor | None, beside: Beside | None) -> Beside:
-    """Returns the linears that get codes: of no narrow rows, nor of a stream that is rounded."""
-    if beside is None or x.dim() != 2 or x.shape[1] < GROUP:
-        return _NOBODY
-    is_stream = residual is None or residual.dtype == x.dtype
-    return beside if is_stream else beside._replace(row=None)
+    def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
+        dtotal = None if dtotal is None else dtotal.contiguous()
+        return launch_backward(dy.contiguous(), dtotal, total, weight, rstd, row)
+
+    return total, out, back
 
 
 def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
@@ -122,52 +114,7 @@ def norm_into(out: torch.Tensor, x: torch.Tensor, weight: NormWeight) -> None:
         return
     from tlora_megatron.ops.frozen.rms_norm_triton import launch_forward
 
-    weight_H, eps, zero_centered, rounds_once = weight
-    launch_forward(
-        x.contiguous(), None, weight_H, eps,
-        rounds_once=rounds_once, zero_centered=zero_centered, out=out,
-    )  # fmt: skip
-
-
-def _add_vjp_by_autograd(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight
-) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    total = x if residual is None else residual + x
-    both, vjp = vjp_by_autograd(lambda t: (t, norm_reference(t, weight)), total)
-    return *both, vjp
-
-
-def _add_vjp_by_triton(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: NormWeight, beside: Beside
-) -> tuple[torch.Tensor, torch.Tensor, Vjp]:
-    from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward, launch_forward
-
-    weight_H, eps, zero_centered, rounds_once = weight
-    x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    dtype = normed_dtype(x if residual is None else residual, weight_H)
-    out = torch.empty_like(x, dtype=dtype)
-    column, row = beside
-    if isinstance(column, QuantWeight):
-        from tlora_megatron.ops.frozen.rms_norm_triton import forward_with_codes
-
-        total, rstd = forward_with_codes(x, residual, weight, column, out)
-    else:
-        total, _, rstd = launch_forward(
-            x, residual, weight_H, eps, rounds_once=rounds_once,
-            zero_centered=zero_centered, out=out, with_largest=column is ONE_SCALE,
-        )  # fmt: skip
-
-    def back(dtotal: torch.Tensor | None, dy: torch.Tensor) -> torch.Tensor:
-        dtotal = None if dtotal is None else dtotal.contiguous()
-        saved = dy.contiguous(), dtotal, total, weight_H, rstd
-        if isinstance(row, QuantWeight):
-            from tlora_megatron.ops.frozen.rms_norm_triton import backward_with_codes
-
-            return backward_with_codes(*saved, row, zero_centered=zero_centered)
-        return launch_backward(*saved, zero_centered=zero_centered, with_largest=row is ONE_SCALE)
-
-    return total, out, back
+    launch_forward(x.contiguous(), None, weight, out)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -178,16 +125,17 @@ class _FusedRMSNorm(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        weight_H: torch.Tensor,
-        eps: float,
+        weight: NormWeight,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Not at the top: triton is only there on machines with a GPU.
         from tlora_megatron.ops.frozen.rms_norm_triton import launch_forward
 
         ctx.set_materialize_grads(False)
         residual = None if residual is None else residual.contiguous()
-        total, out, rstd = launch_forward(x.contiguous(), residual, weight_H, eps)
-        ctx.save_for_backward(total, weight_H, rstd)
+        x, ctx.weight = x.contiguous(), weight
+        out = torch.empty_like(x)
+        total, rstd = launch_forward(x, residual, weight, out)
+        ctx.save_for_backward(total, rstd)
         return total, out
 
     @staticmethod
@@ -196,9 +144,9 @@ class _FusedRMSNorm(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         from tlora_megatron.ops.frozen.rms_norm_triton import launch_backward
 
-        total, weight_H, rstd = ctx.saved_tensors
+        total, rstd = ctx.saved_tensors
         dx = dtotal
         if dy is not None:
             dtotal = None if dtotal is None else dtotal.contiguous()
-            dx = launch_backward(dy.contiguous(), dtotal, total, weight_H, rstd)
-        return dx, dx if ctx.needs_input_grad[1] else None, None, None
+            dx = launch_backward(dy.contiguous(), dtotal, total, ctx.weight, rstd)
+        return dx, dx if ctx.needs_input_grad[1] else None, None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tlora_megatron.ops.frozen.parts import NormWeight
-from tlora_megatron.ops.quantised.rows import PARTS, QuantRows, find_largest, hand_rows
+from tlora_megatron.ops.quantised.rows import PARTS, OneScale, QuantRows, find_largest, hand_rows
 from tlora_megatron.ops.quantised.triton_rows import (
     empty_codes,
     rounds_by_hand,
@@ -164,81 +164,9 @@ def row_block(width: int) -> tuple[int, int, int]:
     return rows, columns, max(1, min(32, rows * columns // 512))
 
 
-def launch_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight_H: torch.Tensor,
-    eps: float,
-    *,
-    rounds_once: bool = False,
-    zero_centered: bool = False,
-    out: torch.Tensor | None = None,
-    with_largest: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns `x + residual` (x itself without one), its norm, and fp32 `1 / rms` of its rows.
-
-    Args:
-        x: `[..., H]`, contiguous, as `residual`, whose dtype is the sum's.
-        rounds_once: behind the weight, and not before it too.
-        zero_centered: the weight is held less 1.
-        out: takes the norm; None = memory of its own, as x.
-        with_largest: leaves its largest magnitude on the norm.
-    """
-    width = x.shape[-1]
-    num_rows = x.numel() // width
-    total = x if residual is None else torch.empty_like(residual)
-    out = torch.empty_like(x) if out is None else out
-    rstd = x.new_empty(num_rows, dtype=torch.float32)
-    rows, columns, warps = row_block(width)
-    parts = find_largest(out) if with_largest else rstd
-    _forward.launch(
-        -(-num_rows // rows),
-        (x, x if residual is None else residual, weight_H, total, out, rstd, parts),
-        (num_rows, eps),
-        (
-            width, rows, columns, residual is not None, rounds_once, zero_centered,
-            PARTS if with_largest else 0,
-        ),
-        num_warps=warps,
-    )  # fmt: skip
-    return total, out, rstd
-
-
-def launch_backward(
-    dy: torch.Tensor,
-    dtotal: torch.Tensor | None,
-    x: torch.Tensor,
-    weight_H: torch.Tensor,
-    rstd: torch.Tensor,
-    *,
-    zero_centered: bool = False,
-    with_largest: bool = False,
-) -> torch.Tensor:
-    """Returns the gradient of what was normalised, `dtotal` added.
-
-    Args:
-        dy: `[..., H]`, contiguous, as x and `dtotal`, which have the same dtype.
-        zero_centered: the weight is held less 1.
-        with_largest: leaves its largest magnitude on the gradient.
-    """
-    width = x.shape[-1]
-    num_rows = x.numel() // width
-    dx = torch.empty_like(x)
-    rows, columns, warps = row_block(width)
-    parts = find_largest(dx) if with_largest else rstd
-    _backward.launch(
-        -(-num_rows // rows),
-        (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx, parts),
-        (num_rows,),
-        (width, rows, columns, dtotal is not None, zero_centered, PARTS if with_largest else 0),
-        num_warps=warps,
-    )
-    return dx
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_codes_kernel(
-    x: tl.tensor,  # as `triton.rms_norm`'s
+    x: tl.tensor,  # as `_forward_kernel`'s
     residual: tl.tensor,
     weight: tl.tensor,
     total: tl.tensor,
@@ -268,7 +196,7 @@ def _forward_codes_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_codes_kernel(
-    dy: tl.tensor,  # as `triton.rms_norm`'s
+    dy: tl.tensor,  # as `_backward_kernel`'s
     dtotal: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
@@ -302,85 +230,92 @@ _forward_with_codes = WarmKernel(_forward_codes_kernel)
 _backward_with_codes = WarmKernel(_backward_codes_kernel)
 
 
-def forward_with_codes(
+def launch_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: NormWeight,
-    column: QuantWeight,
     out: torch.Tensor,
+    column: QuantWeight | OneScale | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms `[T, H]`, H at least 128, as `triton.rms_norm.launch_forward` does; `out` has codes.
+    """Writes the norm of `x + residual`, or of x; returns what is normed, and fp32 `1 / rms` a row.
 
     Args:
-        column: the linear that reads the norm.
-
-    Returns:
-        The sum, and fp32 `1 / rms` of its rows.
+        x: `[..., H]`, contiguous, as `residual`, whose dtype is the sum's.
+        out: takes the norm, and what it carries for `column`.
+        column: reads the norm: FP8 codes for a weight, of `[T, H]` with H at least 128.
     """
-    num_rows, width = x.shape
+    width = x.shape[-1]
+    num_rows = x.numel() // width
     total = x if residual is None else torch.empty_like(residual)
     rstd = x.new_empty(num_rows, dtype=torch.float32)
-    codes, scales = empty_codes(out, column.group)
     rows, columns, warps = row_block(width)
-    if num_rows:
-        _forward_with_codes.launch(
-            -(-num_rows // rows),
-            (
-                x, x if residual is None else residual, weight.weight_H, total, out, rstd,
-                codes, scales,
-            ),
+    blocks = -(-num_rows // rows)
+    tensors = (x, x if residual is None else residual, weight.weight_H, total, out, rstd)
+    constants = (
+        width, rows, columns, residual is not None, weight.rounds_once, weight.zero_centered,
+    )  # fmt: skip
+    if isinstance(column, QuantWeight):
+        codes, scales = empty_codes(out, column.group)
+        if num_rows:
+            _forward_with_codes.launch(
+                blocks,
+                (*tensors, codes, scales),
+                (num_rows, weight.eps),
+                (*constants, column.group or 0, rounds_by_hand(x.device)),
+                num_warps=warps,
+            )
+        hand_rows(out, QuantRows(codes, scales))
+    else:
+        parts = rstd if column is None else find_largest(out)
+        _forward.launch(
+            blocks,
+            (*tensors, parts),
             (num_rows, weight.eps),
-            (
-                width,
-                rows,
-                columns,
-                residual is not None,
-                weight.rounds_once,
-                weight.zero_centered,
-                column.group or 0,
-                rounds_by_hand(x.device),
-            ),
+            (*constants, 0 if column is None else PARTS),
             num_warps=warps,
-        )  # fmt: skip
-    hand_rows(out, QuantRows(codes, scales))
+        )
     return total, rstd
 
 
-def backward_with_codes(
+def launch_backward(
     dy: torch.Tensor,
     dtotal: torch.Tensor | None,
     x: torch.Tensor,
-    weight_H: torch.Tensor,
+    weight: NormWeight,
     rstd: torch.Tensor,
-    row: QuantWeight,
-    *,
-    zero_centered: bool,
+    row: QuantWeight | OneScale | None = None,
 ) -> torch.Tensor:
-    """Does what `triton.rms_norm.launch_backward` does to `[T, H]`; dx has its codes.
+    """Returns the gradient of what was normalised, `dtotal` added, with what it carries for `row`.
 
     Args:
-        row: the linear whose output the norm was given, and whose dgrad reads dx.
+        dy: `[..., H]`, contiguous, as x and `dtotal`, which have the same dtype.
+        row: the linear whose output the norm was given, and whose dgrad reads the gradient.
     """
-    num_rows, width = x.shape
-    dx, fold = torch.empty_like(x), row.fold_N
-    codes, scales = empty_codes(dx, None)
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    dx = torch.empty_like(x)
     rows, columns, warps = row_block(width)
-    if num_rows:
-        tensors = (dy, dy if dtotal is None else dtotal, x, weight_H, rstd, dx)
-        _backward_with_codes.launch(
-            -(-num_rows // rows),
-            (*tensors, scales if fold is None else fold, codes, scales),
+    blocks = -(-num_rows // rows)
+    tensors = (dy, dy if dtotal is None else dtotal, x, weight.weight_H, rstd, dx)
+    constants = (width, rows, columns, dtotal is not None, weight.zero_centered)
+    if isinstance(row, QuantWeight):
+        fold, (codes, scales) = row.fold_N, empty_codes(dx, None)
+        if num_rows:
+            _backward_with_codes.launch(
+                blocks,
+                (*tensors, scales if fold is None else fold, codes, scales),
+                (num_rows,),
+                (*constants, fold is not None, rounds_by_hand(x.device)),
+                num_warps=warps,
+            )
+        hand_rows(dx, QuantRows(codes, scales), fold)
+    else:
+        parts = rstd if row is None else find_largest(dx)
+        _backward.launch(
+            blocks,
+            (*tensors, parts),
             (num_rows,),
-            (
-                width,
-                rows,
-                columns,
-                dtotal is not None,
-                zero_centered,
-                fold is not None,
-                rounds_by_hand(x.device),
-            ),
+            (*constants, 0 if row is None else PARTS),
             num_warps=warps,
         )
-    hand_rows(dx, QuantRows(codes, scales), fold)
     return dx

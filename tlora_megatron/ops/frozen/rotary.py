@@ -147,17 +147,11 @@ def unpack_qkv_vjp(
     from tlora_megatron.ops.frozen.rotary_triton import launch_pack, launch_unpack
 
     mixed = mixed_TGMD.contiguous()
-    before, sizes = None if norms is None else mixed, mixed.shape[1:]
+    before = None if norms is None else mixed
 
     def vjp(*grads: torch.Tensor) -> torch.Tensor:
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        if column is None:
-            return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms)
-        from tlora_megatron.ops.frozen import rotary_quantised_triton as quantising
-
-        if quantising.fits(*sizes):  # not of `mixed`, which would live until then
-            return quantising.pack((dq, dk, dv), cos_TD, sin_TD, before, norms, column)
-        return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms).flatten(1)
+        return launch_pack(dq, dk, dv, cos_TD, sin_TD, before, norms, column)
 
     return launch_unpack(mixed, cos_TD, sin_TD, norms), vjp
 

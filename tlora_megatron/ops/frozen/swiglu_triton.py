@@ -6,7 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from tlora_megatron.ops.quantised.rows import PARTS, QuantRows, find_largest, hand_rows
+from tlora_megatron.ops.quantised.rows import (
+    ONE_SCALE,
+    PARTS,
+    OneScale,
+    QuantRows,
+    find_largest,
+    hand_rows,
+)
 from tlora_megatron.ops.quantised.triton_rows import (
     abs_bits,
     code_columns,
@@ -94,31 +101,7 @@ _forward = WarmKernel(_forward_kernel)
 _backward = WarmKernel(_backward_kernel)
 
 
-def launch_forward(x: torch.Tensor, *, with_largest: bool = False) -> torch.Tensor:
-    """`silu(gate) * up` of contiguous `[..., 2 F]`, with its largest magnitude if asked."""
-    width = x.shape[-1] // 2
-    y = x.new_empty(*x.shape[:-1], width)
-    blocks = -(-width // _BLOCK) * (y.numel() // width)
-    parts = find_largest(y) if with_largest else y
-    constants = (width, _BLOCK, PARTS if with_largest else 0)
-    _forward.launch(blocks, (x, y, parts), (), constants, num_warps=_WARPS)
-    return y
-
-
-def launch_backward(
-    dy: torch.Tensor, x: torch.Tensor, *, with_largest: bool = False
-) -> torch.Tensor:
-    """Gradient of contiguous `[..., 2 F]`, with its largest magnitude if asked."""
-    width = x.shape[-1] // 2
-    dx = torch.empty_like(x)
-    blocks = -(-width // _BLOCK) * (dy.numel() // width)
-    parts = find_largest(dx) if with_largest else dx
-    constants = (width, _BLOCK, PARTS if with_largest else 0)
-    _backward.launch(blocks, (dy, x, dx, parts), (), constants, num_warps=_WARPS)
-    return dx
-
-
-FORWARD_COLUMNS, BACKWARD_COLUMNS = 32768, 16384
+_FORWARD_COLUMNS, _BACKWARD_COLUMNS = 32768, 16384
 """The widest gates whose rows, and those of whose gradients, fit the registers of a block."""
 
 
@@ -195,37 +178,51 @@ _forward_with_codes = WarmKernel(_forward_codes_kernel)
 _backward_with_codes = WarmKernel(_backward_codes_kernel, caches=True)
 
 
-def forward_with_codes(x: torch.Tensor, row: QuantWeight) -> torch.Tensor:
-    """Returns `silu(gate) * up` of contiguous `[T, 2 F]`, with its codes for a linear."""
-    num_rows, width = x.shape[0], x.shape[1] // 2
-    y = x.new_empty(num_rows, width)
-    codes, scales = empty_codes(y, row.group)
-    tile = whole_rows(x, width, operands=2)
-    if num_rows:
-        _forward_with_codes.launch(
-            tile.blocks(x),
-            (x, y, codes, scales),
-            (num_rows,),
-            (width, tile.columns, row.group or 0, rounds_by_hand(x.device), tile.stages),
-            num_warps=tile.num_warps,
-        )
-    hand_rows(y, QuantRows(codes, scales))
+def launch_forward(x: torch.Tensor, row: QuantWeight | OneScale | None = None) -> torch.Tensor:
+    """Returns `silu(gate) * up` of contiguous `[..., 2 F]`, with what it carries for `row`."""
+    width = x.shape[-1] // 2
+    y = x.new_empty(*x.shape[:-1], width)
+    if isinstance(row, QuantWeight) and width <= _FORWARD_COLUMNS:
+        codes, scales = empty_codes(y, row.group)
+        tile = whole_rows(x, width, operands=2)
+        if len(x):
+            _forward_with_codes.launch(
+                tile.blocks(x),
+                (x, y, codes, scales),
+                (len(x),),
+                (width, tile.columns, row.group or 0, rounds_by_hand(x.device), tile.stages),
+                num_warps=tile.num_warps,
+            )
+        hand_rows(y, QuantRows(codes, scales))
+        return y
+    blocks = -(-width // _BLOCK) * (y.numel() // width)
+    parts = find_largest(y) if row is ONE_SCALE else y
+    constants = (width, _BLOCK, PARTS if row is ONE_SCALE else 0)
+    _forward.launch(blocks, (x, y, parts), (), constants, num_warps=_WARPS)
     return y
 
 
-def backward_with_codes(dy: torch.Tensor, x: torch.Tensor, column: QuantWeight) -> torch.Tensor:
-    """Returns the gradient of contiguous `[T, 2 F]`, with its codes for a linear's dgrad."""
-    num_rows, width = dy.shape
-    dx, fold = torch.empty_like(x), column.fold_N
-    codes, scales = empty_codes(dx, None)
-    tile = whole_rows(x, width, operands=3)
-    if num_rows:
-        _backward_with_codes.launch(
-            tile.blocks(x),
-            (dy, x, dx, scales if fold is None else fold, codes, scales),
-            (num_rows,),
-            (width, tile.columns, fold is not None, rounds_by_hand(x.device), tile.stages),
-            num_warps=tile.num_warps,
-        )
-    hand_rows(dx, QuantRows(codes, scales), fold)
+def launch_backward(
+    dy: torch.Tensor, x: torch.Tensor, column: QuantWeight | OneScale | None = None
+) -> torch.Tensor:
+    """Returns the gradient of contiguous `[..., 2 F]`, with what it carries for `column`."""
+    width = x.shape[-1] // 2
+    dx = torch.empty_like(x)
+    if isinstance(column, QuantWeight) and width <= _BACKWARD_COLUMNS:
+        fold, (codes, scales) = column.fold_N, empty_codes(dx, None)
+        tile = whole_rows(x, width, operands=3)
+        if len(x):
+            _backward_with_codes.launch(
+                tile.blocks(x),
+                (dy, x, dx, scales if fold is None else fold, codes, scales),
+                (len(x),),
+                (width, tile.columns, fold is not None, rounds_by_hand(x.device), tile.stages),
+                num_warps=tile.num_warps,
+            )
+        hand_rows(dx, QuantRows(codes, scales), fold)
+        return dx
+    blocks = -(-width // _BLOCK) * (dy.numel() // width)
+    parts = find_largest(dx) if column is ONE_SCALE else dx
+    constants = (width, _BLOCK, PARTS if column is ONE_SCALE else 0)
+    _backward.launch(blocks, (dy, x, dx, parts), (), constants, num_warps=_WARPS)
     return dx

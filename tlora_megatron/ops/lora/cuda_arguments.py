@@ -167,20 +167,6 @@ def packer(struct_type: type[ctypes.Structure]) -> struct.Struct:
     return struct.Struct("=" + "".join(parts) + f"{ctypes.sizeof(struct_type) - end}x")
 
 
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "gemm": GemmArguments,
-    "expert_gemm": ExpertGemmArguments,
-    "expert_sums": ExpertSumsArguments,
-    "fp8_dgrad": DgradArguments,
-    "fp8_gemm": Fp8GemmArguments,
-    "rows": RowsArguments,
-    "sums": SumsArguments,
-    "step": ExchangeStep,
-    "exchange": ExchangeArguments,
-}
-"""The struct that each function of the library takes."""
-
-
 class Arenas:
     """Factors of one linear, named once for all launches that read them.
 

@@ -23,12 +23,10 @@ from tlora_megatron.ops.lora.cuda_arguments import (
     SumsArguments,
     packer,
 )
-from tlora_megatron.ops.lora.cuda_work_items import rank_columns
 from tlora_megatron.ops.lora.linear_ops import SiteTables
-from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, PlanTensors, WorkItems
-from tlora_megatron.ops.lora.rank_places import Elements, PlacesBuilder, chunk_form, first_rows
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.lora.rank_places import Elements, Places, chunk_form, first_rows
+from tlora_megatron.ops.lora.tiling import ITEM_FIELDS, RANK_CHUNK, ROW_TILE, PlanTensors, WorkItems
+from tlora_megatron.ops.routing import RowGroups
 
 
 class RankForm(NamedTuple):
@@ -53,33 +51,19 @@ class RankForm(NamedTuple):
         """Address of the first row."""
         return flat.data_ptr() + self.chunk_rows * ROW_TILE * flat.element_size()
 
-    def chunks(self, flat: Tensor) -> Tensor:
-        """A view `[chunk_rows, 256]`."""
-        return flat[: self.chunk_rows * ROW_TILE].view(self.chunk_rows, ROW_TILE)
 
-    def rows(self, flat: Tensor) -> Tensor:
-        """A view `[num_rows, row_width]`."""
-        return flat[self.chunk_rows * ROW_TILE :].view(self.num_rows, self.row_width)
-
-
-def form_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
-    """Returns the builder of places in a flat s or dS, among its rows and in its chunks."""
-
-    def build(found: Elements) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-        form = rank_form(plan)
-        row = first_rows(rows, plan.layout, plan.device)[found.slot] + found.row
-        in_rows = form.chunk_rows * ROW_TILE + row * form.row_width + found.place
-        return (form.numel,), (in_rows, chunk_form(rows, plan, found))
-
-    return build
+def form_places(rows: RowGroups, plan: PlanTensors, found: Elements) -> Places:
+    """Returns the places in a flat s or dS: among its rows and in its chunks."""
+    form = rank_form(plan)
+    row = first_rows(rows, plan.layout, plan.device)[found.slot] + found.row
+    in_rows = form.chunk_rows * ROW_TILE + row * form.row_width + found.place
+    return (form.numel,), (in_rows, chunk_form(rows, plan, found))
 
 
 def rank_form(plan: PlanTensors) -> RankForm:
-    """Returns the form of a plan's s and dS, equal for all segments of as many rows."""
-    return plan.cached(
-        RankForm,
-        lambda p: RankForm(p.num_chunks * RANK_CHUNK, p.num_rows, rank_columns(p.layout)),
-    )
+    """Returns the form of a plan's s and dS: rows of the most chunks of any slot, in 64s."""
+    row_width = max(64, -(-plan.most_chunks * RANK_CHUNK // 64) * 64)
+    return RankForm(plan.num_chunks * RANK_CHUNK, plan.num_rows, row_width)
 
 
 class Dropout(NamedTuple):
@@ -155,7 +139,7 @@ def gemm_arguments(
         flat, ext_rows, num_targets = rank.flat.data_ptr(), rank.form.chunk_rows, rank.num_targets
         tile_chunks, chunk_rows = rank.tile_chunks.data_ptr(), rank.chunk_rows.data_ptr()
         factors, dropout = rank.factors.argument, rank.dropout
-    mask = mask_fields(dropout)
+    row_keys, row_slots, probability, key, first_column = mask_fields(dropout)
     return _GEMM.pack(  # in the order of `GemmArguments`
         x_TK.data_ptr(),
         weight.data_ptr(),
@@ -164,17 +148,17 @@ def gemm_arguments(
         out_TN.data_ptr(),
         tile_chunks,
         chunk_rows,
-        mask.row_keys,
-        mask.row_slots,
-        mask.probability,
+        row_keys,
+        row_slots,
+        probability,
         x_TK.shape[0],
         out_TN.shape[1],
         x_TK.shape[1],
         ext_rows,
         factors,
         num_targets,
-        mask.key,
-        mask.first_column,
+        key,
+        first_column,
         transposed,
         tile.columns,
         tile.group,
@@ -208,18 +192,18 @@ def rank_rows(
         masked: whether dropout masks `in`, as it does for s; dS has its `1 / (1 - p)` alone.
         first_row: the row of the micro-batch that `in` begins with.
     """
-    mask = mask_fields(dropout)
-    if dropout is not None and not masked:
-        mask = MaskFields(probability=mask.probability)
+    row_keys, _, probability, key, first_column = mask_fields(dropout)
+    if not masked:
+        row_keys = key = first_column = 0
     arguments = _ROWS.pack(  # in the order of `RowsArguments`
         in_TK.data_ptr(),
         flat.data_ptr(),
         form.rows_address(flat),
         work.items.data_ptr(),
         chunks.data_ptr(),
-        mask.row_keys,
+        row_keys,
         scaling.data_ptr(),
-        mask.probability,
+        probability,
         in_TK.shape[0],
         in_TK.shape[1],
         factors.argument,
@@ -229,8 +213,8 @@ def rank_rows(
         parts,
         form.row_width,
         first_row,
-        mask.key,
-        mask.first_column,
+        key,
+        first_column,
         device_index(in_TK),
     )
     launch("rows", arguments, in_TK)
@@ -271,7 +255,7 @@ def rank_sums(
             been written before it began.
     """
     x_TK, first_row, ds, dy_TN, s = operands
-    mask = mask_fields(dropout)
+    row_keys, _, probability, key, first_column = mask_fields(dropout)
     arguments = _SUMS.pack(  # in the order of `SumsArguments`
         x_TK.data_ptr(),
         form.rows_address(ds),
@@ -283,8 +267,8 @@ def rank_sums(
         tables.grad_b.data_ptr(),
         work.partial_sums.data_ptr(),
         work.counters.data_ptr(),
-        mask.row_keys,
-        mask.probability,
+        row_keys,
+        probability,
         dy_TN.shape[0],
         x_TK.shape[0],
         x_TK.shape[1],
@@ -294,38 +278,20 @@ def rank_sums(
         blocks,
         form.row_width,
         first_row,
-        mask.key,
-        mask.first_column,
+        key,
+        first_column,
         overlaps_previous_kernel,
         device_index(dy_TN),
     )
     launch("sums", arguments, dy_TN)
 
 
-class MaskFields(NamedTuple):
-    """`Dropout` as the structs hold it: addresses, 0 = null."""
-
-    row_keys: int = 0
-    row_slots: int = 0
-    probability: int = 0
-    key: int = 0
-    first_column: int = 0
-
-
-_NO_MASK = MaskFields()
-
-
-def mask_fields(dropout: Dropout | None) -> MaskFields:
-    """Returns what a struct holds of a mask, or of none."""
+def mask_fields(dropout: Dropout | None) -> tuple[int, int, int, int, int]:
+    """Returns `Dropout` as the structs hold it: addresses, 0 = null."""
     if dropout is None:
-        return _NO_MASK
-    return MaskFields(
-        dropout.row_keys.data_ptr(),
-        dropout.row_slots.data_ptr(),
-        dropout.probability.data_ptr(),
-        dropout.key,
-        dropout.first_column,
-    )
+        return 0, 0, 0, 0, 0
+    probability, row_keys, row_slots, key, first_column = dropout
+    return row_keys.data_ptr(), row_slots.data_ptr(), probability.data_ptr(), key, first_column
 
 
 def launch(name: str, arguments: bytes, on: Tensor) -> None:

@@ -13,7 +13,6 @@ GEMM here is cuBLAS's, which chooses by the number of rows.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -34,11 +33,11 @@ from tlora_megatron.ops.lora.cuda_calls import (
 from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
     UP,
-    row_bounds,
     row_items,
     row_parts,
+    sum_inputs,
+    sum_items,
     sum_sizes,
-    sums_of,
 )
 from tlora_megatron.ops.lora.linear_ops import (
     Base,
@@ -48,27 +47,16 @@ from tlora_megatron.ops.lora.linear_ops import (
     LinearOps,
     SiteFactors,
 )
-from tlora_megatron.ops.lora.plan_tensors import ItemBounds, ItemList, PlanTensors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
-from tlora_megatron.ops.lora.tiling import UpConfig
+from tlora_megatron.ops.lora.triton_ops import up, up_dropped, up_onto
 from tlora_megatron.ops.lora.triton_parts import gather
-from tlora_megatron.ops.lora.triton_up import up, up_dropped, up_onto
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.lora.triton_work_items import UpConfig
+from tlora_megatron.ops.routing import RowGroups
 
+UP_BLOCKS = UpConfig()
+"""Of Triton's kernels for `up` and `branch_dgrad`."""
 _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _rows_work(
-    per_target: bool, window: tuple[int, int] | None
-) -> tuple[Hashable, Callable[[PlanTensors], ItemList], Callable[[PlanTensors], ItemBounds]]:
-    """Returns the arguments of `PlanTensors.work_items` for s, or dS."""
-    return (
-        ("cuda rows", per_target, window),
-        functools.partial(row_items, per_target=per_target, window=window),
-        functools.partial(row_bounds, per_target=per_target),
-    )
 
 
 @runtime_checkable
@@ -120,25 +108,19 @@ class CudaOps:
 
     Args:
         fallback: computes the linears that the CUDA kernels do not support.
-        graph_safe: as for `TritonOps`; the fallback must have been given the same.
-        up_config: blocks of Triton's kernels for `up` and `branch_dgrad`.
     """
 
     name = "cuda"
 
-    def __init__(
-        self, fallback: LinearOps, *, graph_safe: bool = False, up_config: UpConfig | None = None
-    ) -> None:
+    def __init__(self, fallback: LinearOps) -> None:
         self._fallback = fallback
-        self._graph_safe = graph_safe
-        self._up_config = up_config or UpConfig()
 
     def bind(self, factors: SiteFactors, rows: RowGroups) -> BoundLinear:
         """Returns the linear of these factors over these rows."""
         site = factors.cached(CudaSite)
         if not site.is_supported:
             return self._fallback.bind(factors, rows)
-        return CudaLinear(factors, rows, site, self._up_config, graph_safe=self._graph_safe)
+        return CudaLinear(factors, rows, site)
 
 
 class CudaLinear(KernelLinear):
@@ -148,18 +130,10 @@ class CudaLinear(KernelLinear):
     than masks.
     """
 
-    __slots__ = ("_dgrad_dropout", "_dropout", "_form", "_site", "_up_config")
+    __slots__ = ("_dgrad_dropout", "_dropout", "_form", "_site")
 
-    def __init__(
-        self,
-        factors: SiteFactors,
-        rows: RowGroups,
-        site: CudaSite,
-        up_config: UpConfig,
-        *,
-        graph_safe: bool,
-    ) -> None:
-        super().__init__(factors, rows, graph_safe=graph_safe)
+    def __init__(self, factors: SiteFactors, rows: RowGroups, site: CudaSite) -> None:
+        super().__init__(factors, rows)
         self._site = site
         self._form = rank_form(self.plan)
         self._dropout = self._mask() if factors.uses_dropout(rows) else None
@@ -168,7 +142,6 @@ class CudaLinear(KernelLinear):
             # With masks the GEMM adds the rank part before the base, without them behind it: a
             # neighbour's dropout must not decide.
             self._dgrad_dropout = self._mask()
-        self._up_config = up_config
 
     def _mask(self) -> Dropout:
         return Dropout(
@@ -226,18 +199,18 @@ class CudaLinear(KernelLinear):
         return y_TN
 
     def rank_part(self, s: Tensor, bias_N: Tensor | None, num_columns: int) -> Tensor:
-        return up(s, bias_N, num_columns, self, self._up_config)
+        return up(s, bias_N, num_columns, self, UP_BLOCKS)
 
     def up(self, s: Tensor, base_WN: Tensor, window: tuple[int, int]) -> Tensor:
-        return up_onto(s, base_WN.contiguous(), window, self, self._up_config)
+        return up_onto(s, base_WN.contiguous(), window, self, UP_BLOCKS)
 
     def branch_dgrad(self, ds: Tensor, window: tuple[int, int]) -> Tensor:
-        return up_dropped(ds, window, self, self._up_config, scaled=True)
+        return up_dropped(ds, window, self, UP_BLOCKS, scaled=True)
 
     def rank_places(self, parts: int = 1) -> RankPlaces:
         """Returns places among the rows of `RankForm`, and in its chunks."""
         rows, plan = self.rows, self.plan
-        build = form_places(rows, plan)
+        build = functools.partial(form_places, rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "cuda", build, gather)
 
     def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:
@@ -312,7 +285,10 @@ class CudaLinear(KernelLinear):
         """Returns s of a masked x and `lora_a`, or dS of dy and `lora_b`."""
         new = in_TK.new_empty if window is None else in_TK.new_zeros
         flat = new(self._form.numel)
-        work = self.plan.work_items(*_rows_work(not masked, window))
+        work = self.plan.work_items(
+            ("rows", masked, window),
+            lambda plan: row_items(plan, per_target=not masked, window=window),
+        )
         if not work.count:
             return flat
         rank_rows(
@@ -340,9 +316,14 @@ class CudaLinear(KernelLinear):
         kinds: tuple[int, ...],
     ) -> None:
         """Accumulates dA, dB or both."""
-        sizes, device = self._site.sizes, dy_TN.device
-        divided_for = self._divided_for(device)
-        work = sums_of(self.plan, sizes, self.rows.row_budget, window, divided_for, kinds)
+        sizes, budget, device = self._site.sizes, self.rows.row_budget, dy_TN.device
+        blocks = self._divided_for(device)
+        work = self.plan.work_items(
+            (sizes, window, blocks, kinds),
+            lambda plan: sum_items(
+                plan, sum_inputs(sizes, budget, plan.num_rows, window, blocks, kinds)
+            ),
+        )
         if not work.count:
             return
         rank_sums(

@@ -8,7 +8,6 @@ One list holds the sums of both inputs: x, whose sums are dA, and dy, whose sums
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,22 +15,14 @@ import numpy as np
 
 from tlora_megatron.ops.host_copy import Array
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
-from tlora_megatron.ops.lora.plan_tensors import (
-    ItemBounds,
-    ItemList,
-    PlanTensors,
-    WorkItems,
-    item_array,
-    spread,
-)
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
     Borders,
-    RankLayout,
-    portion_borders,
-    row_runs,
-    run_table,
+    ItemList,
+    PlanTensors,
+    item_array,
+    spread,
 )
 
 BLOCK_ROWS = 128
@@ -49,13 +40,6 @@ _KERNEL_WIDTH = np.array([0, 16, 32, 64, 64, 128, 128, 128, 128])
 _WORKSPACE_PER_WIDTH = 2
 """Rank columns whose sums over 128 features fill a unit of the workspace, 256 fp32."""
 _BEGIN, _END, _COUNT, _PARTS, _WORKSPACE, _COUNTER, _KIND = 0, 1, 6, 11, 12, 13, 14
-
-
-def rank_columns(layout: RankLayout) -> int:
-    """Columns of the row-major s and dS: the most chunks of any slot, a multiple of 64."""
-    rows = [*(slot[0] for slot in layout.a_begin), layout.a_rows] if layout.num_targets else [0]
-    widest = max((b - a for a, b in itertools.pairwise(rows)), default=0)
-    return max(64, -(-widest // 64) * 64)
 
 
 def row_items(
@@ -76,7 +60,8 @@ def row_items(
     part, k = spread(-(-counts // ITEM_CHUNKS).ravel())
     pair, target = np.divmod(part, max(counts.shape[1], 1))
     before = (np.cumsum(counts, axis=1) - counts).ravel()[part] + ITEM_CHUNKS * k
-    arena = _begins(plan.layout, per_target)[plan.pair_slot[pair], target]
+    begins = plan.b_begin if per_target else plan.a_begin
+    arena = begins[plan.pair_slot[pair], target]
     fields = [
         np.maximum(plan.pair_begin[pair], first),
         np.minimum(plan.pair_end[pair], last),
@@ -102,18 +87,6 @@ def row_items(
     if window is not None:
         order = order[owned[order] > 0]
     return ItemList(items=items[order], workspace=0)
-
-
-def row_bounds(plan: PlanTensors, *, per_target: bool) -> ItemBounds:
-    """The most items of any micro-batch."""
-    counts = plan.slot_chunks if per_target else plan.slot_chunks.sum(axis=1, keepdims=True)
-    passes = int((-(-counts // ITEM_CHUNKS)).sum(axis=1).max(initial=0))
-    return ItemBounds(items=plan.max_pairs * passes * (ROW_TILE // BLOCK_ROWS), workspace=0)
-
-
-def _begins(layout: RankLayout, per_target: bool) -> Array:
-    begins = layout.b_begin if per_target else tuple(slot[:1] for slot in layout.a_begin)
-    return np.array(begins, dtype=np.int64).reshape(len(layout.ranks), -1)
 
 
 @functools.cache
@@ -153,14 +126,12 @@ class _Cells:
     """Blocks of every slot's sums: `[slots, targets]`, or all targets as one."""
 
     def __init__(self, plan: PlanTensors, widths: Sequence[int]) -> None:
-        shape = (len(plan.layout.ranks), len(widths))
         chunks = plan.slot_chunks
         if len(widths) != chunks.shape[1]:
             chunks = chunks.sum(axis=1, keepdims=True)
         self.chunks = chunks
         self.widths = np.array(widths, dtype=np.int64)
-        begins = np.array(plan.layout.a_begin, dtype=np.int64).reshape(shape[0], -1)
-        self.arena_rows = begins[:, : shape[1]]
+        self.arena_rows = plan.a_begin[:, : len(widths)]
         self.blocks = -(-self.widths // BLOCK_FEATURES)
         self.passes = -(-chunks // ITEM_CHUNKS)
         self.per_target = self.passes * self.blocks
@@ -212,10 +183,7 @@ def _border_table(borders: Sequence[Borders]) -> Array:
 def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int, int]:
     """Returns an input's items, each counter's borders, the units of workspace and the counters."""
     grid = _Cells(plan, source.widths)
-    table = run_table(
-        row_runs(plan.ends, plan.layout, source.rows_per_run, source.window, plan.cuts)
-    )
-    borders = portion_borders(table)
+    table, borders = plan.runs(source.rows_per_run, source.window)
     slot, begin, end, part, parts, _ = table.T
     cells = grid.per_target[slot]
     cell, within = spread(cells.ravel())
@@ -282,28 +250,6 @@ def _input_columns(source: SumInput, target: Array, feature: Array) -> Array:
     return found
 
 
-def sum_bounds(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemBounds:
-    """The most items and workspace of any micro-batch."""
-    bounds = [_bounds_of(plan, each) for each in inputs]
-    return ItemBounds(
-        items=sum(b.items for b in bounds), workspace=sum(b.workspace for b in bounds)
-    )
-
-
-def _bounds_of(plan: PlanTensors, source: SumInput) -> ItemBounds:
-    grid = _Cells(plan, source.widths)
-    per_run = int(grid.per_target.sum(axis=1).max(initial=0))
-    slots = min(len(plan.layout.ranks), plan.num_rows)
-    runs = plan.num_rows // source.rows_per_run + slots
-    full, rest = np.divmod(grid.chunks, ITEM_CHUNKS)
-    ranks = full * _KERNEL_WIDTH[ITEM_CHUNKS] + _KERNEL_WIDTH[rest]
-    units = int((ranks // _WORKSPACE_PER_WIDTH * grid.blocks).sum(axis=1).max(initial=0))
-    # Only segments of several runs keep parts. Two runs have more rows than one could, so many
-    # short segments keep none; a window may shorten the first run of one segment.
-    parts = 2 * plan.num_rows // (source.rows_per_run + 1) + 2
-    return ItemBounds(items=runs * per_run, workspace=min(runs, parts) * units)
-
-
 @functools.cache
 def rows_per_run(row_budget: int, features: int, blocks: int) -> int:
     """Returns the rows of a run, so many that one adapter's runs keep all multiprocessors busy.
@@ -360,25 +306,3 @@ def sum_inputs(
         window=(0, num_rows),
     )
     return tuple(each for each in (down, up) if each.kind in kinds)
-
-
-def sums_of(
-    plan: PlanTensors,
-    sizes: SumSizes,
-    row_budget: int,
-    window: tuple[int, int],
-    blocks: int,
-    kinds: tuple[int, ...] = (DOWN, UP),
-) -> WorkItems:
-    """Returns the work of rank_sums.cu in a micro-batch, over x's rows of a window.
-
-    Args:
-        blocks: multiprocessors of the GPU.
-        kinds: which sums: of x, of dy or of both.
-    """
-    inputs = functools.partial(sum_inputs, sizes, row_budget, plan.num_rows, window, blocks, kinds)
-    return plan.work_items(
-        (sizes, window, blocks, kinds),
-        lambda plan: sum_items(plan, inputs()),
-        lambda plan: sum_bounds(plan, inputs()),
-    )

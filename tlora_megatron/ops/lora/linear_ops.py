@@ -31,10 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors, plan_tensors
 from tlora_megatron.ops.lora.rank_places import RankPlaces
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    PlanTensors,
+    RankLayout,
+    plan_tensors,
+    rank_chunks,
+)
+from tlora_megatron.ops.routing import RowGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,10 +323,10 @@ class KernelLinear(BoundLinear):
 
     __slots__ = ("plan", "tables")
 
-    def __init__(self, factors: SiteFactors, rows: RowGroups, *, graph_safe: bool) -> None:
+    def __init__(self, factors: SiteFactors, rows: RowGroups) -> None:
         super().__init__(factors, rows)
         device = factors.lora_a.device
-        self.plan: PlanTensors = plan_tensors(rows, factors.layout, device, graph_safe=graph_safe)
+        self.plan: PlanTensors = plan_tensors(rows, factors.layout, device)
         """Work lists of the micro-batch, shared by all linears of the layout."""
         self.tables: SiteTables = factors.cached(SiteTables)
         """Addresses of the linear's weights and gradients."""

@@ -20,9 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tlora_megatron.ops.host_copy import Array, to_device
-from tlora_megatron.ops.lora.plan_tensors import PlanTensors, spread
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE, RankLayout, rank_chunks
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
+    PlanTensors,
+    RankLayout,
+    rank_chunks,
+    spread,
+)
+from tlora_megatron.ops.routing import RowGroups
 
 Gather = Callable[[Tensor, Tensor], Tensor]
 """`gather_or_zero`, or a kernel of the same."""
@@ -114,8 +120,8 @@ class Elements(NamedTuple):
     """Column in the slot's row form."""
 
 
-PlacesBuilder = Callable[[Elements], tuple[tuple[int, ...], tuple[Tensor, ...]]]
-"""From the values to the shape of s and the places of every copy in it."""
+Places = tuple[tuple[int, ...], tuple[Tensor, ...]]
+"""The shape of s, and the values' places in it for every copy that it holds of them."""
 
 
 def elements(
@@ -178,7 +184,7 @@ def cached_places(
     parts: int,
     device: torch.device,
     form: str,
-    build: PlacesBuilder,
+    build: Callable[[Elements], Places],
     gather: Gather = gather_or_zero,
 ) -> RankPlaces:
     """Returns the places of a micro-batch, made once for all sites that share the layout.
@@ -196,15 +202,11 @@ def cached_places(
     return rows.cached(("places", form, parts, id(layout), device), make)[1]
 
 
-def plan_places(rows: RowGroups, plan: PlanTensors) -> PlacesBuilder:
-    """Returns the builder of places in the s and dS of `PlanTensors`: in row form and in chunks."""
-
-    def build(found: Elements) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
-        behind = plan.num_chunks * RANK_CHUNK * ROW_TILE
-        copies = behind + row_form(rows, plan.layout, found), chunk_form(rows, plan, found)
-        return (plan.ranked_rows, ROW_TILE), copies
-
-    return build
+def plan_places(rows: RowGroups, plan: PlanTensors, found: Elements) -> Places:
+    """Returns the places in the s and dS of `PlanTensors`: in row form and in chunks."""
+    behind = plan.num_chunks * RANK_CHUNK * ROW_TILE
+    copies = behind + row_form(rows, plan.layout, found), chunk_form(rows, plan, found)
+    return (plan.ranked_rows, ROW_TILE), copies
 
 
 def chunk_form(rows: RowGroups, plan: PlanTensors, found: Elements) -> Tensor:

@@ -1,4 +1,4 @@
-"""Work lists of the fused kernels: a pure function of a micro-batch's segments and their ranks.
+"""Work lists of the fused kernels: a function of a micro-batch's segments and their ranks alone.
 
 The rank of an adapter counts in chunks of 16, the depth of one tensor-core step: a rank-4 adapter
 costs one chunk, a rank-64 adapter four, whoever shares the micro-batch. Weights lie in *arenas*
@@ -16,26 +16,34 @@ Sums over a segment's rows (dA, dB) go over *runs*, counted from the segment's o
 that a job's gradient is bitwise the same wherever its rows lie. Where a segment holds several
 portions of its job, runs are counted from each portion's beginning, and the gradient takes the sum
 of one portion after the other: bitwise what micro-batches with a portion each would leave.
+
+`PlanTensors` has the lists on the device; nothing here waits for it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from tlora_megatron.ops.host_copy import Array
+from tlora_megatron.ops.host_copy import Array, device_tables
+from tlora_megatron.ops.routing import RowGroups
 
 ROW_TILE = 256
 """Rows of a tile: two thread blocks of 128, a cluster of the Hopper GEMM."""
 RANK_CHUNK = 16
 """Depth of one bf16 or fp16 tensor-core step."""
+ITEM_FIELDS = 20
+"""int32 of a work item: one program reads all it needs to know in one access."""
+WORKSPACE_UNIT = 256
+"""fp32 elements in which items count their place in the workspace."""
 
 
 def rank_chunks(rank: int) -> int:
@@ -219,13 +227,8 @@ def row_runs(
     return tuple(runs)
 
 
-def run_table(runs: Sequence[Run]) -> Array:
-    """The fields of runs, int64 `[runs, 6]`."""
-    return np.array(runs, dtype=np.int64).reshape(len(runs), len(Run._fields))
-
-
 def portion_borders(table: Array) -> Borders:
-    """Finds where portions end among the runs of a `run_table`."""
+    """Finds where portions end among runs, int64 `[runs, fields of Run]`."""
     part, parts, portion = table[:, 3], table[:, 4], table[:, 5]
     is_border = (part > 0) & (portion != np.roll(portion, 1))
     passed = np.cumsum(is_border)
@@ -235,129 +238,157 @@ def portion_borders(table: Array) -> Borders:
     return Borders(part[is_border], count, np.where(count > 0, place, 0))
 
 
-def max_chunks(num_rows: int, layout: RankLayout) -> int:
-    """The most chunks any micro-batch of `num_rows` rows can have: the size of graph-safe buffers.
-
-    A segment of n rows touches at most `(n - 2) // ROW_TILE + 2` tiles.
-    """
-    per_slot = [sum(rank_chunks(r) for r in slot) for slot in layout.ranks]
-    return max(per_slot, default=0) * (num_rows // ROW_TILE) + 2 * sum(per_slot)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DownConfig:
-    """Blocks of `s = scaling * drop(x) A^T`."""
+class ItemList:
+    """Work items of one kernel: one row tells one program what to do."""
 
-    block_rows: int = 64
-    """Rows of a program; a divisor of the row tile."""
-    block_depth: int = 64
-    """Features that one step of its loop reads."""
-    rank_tile: int = 128
-    """Rank rows of a program at most; a slot with more takes several."""
-    splits: int = 2
-    """Programs that share the features of one block; their fp32 parts are summed in order."""
-    num_warps: int = 4
-    num_stages: int = 4
-    """For up to 64 rank rows; programs with more have one stage less, to stand beside others."""
+    items: Array
+    """`[items, ITEM_FIELDS]`."""
+    workspace: int
+    """Units of fp32 that partial sums take."""
+    borders: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Where portions end among the parts of sums; empty where no slot has several."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpConfig:
-    """Blocks of `s B^T` and `drop(dS A)`, which the base GEMM then adds to."""
+class WorkItems:
+    """An item list on the device, with the counters of partial sums that have arrived."""
 
-    block_rows: int = 128
-    """A divisor of the row tile."""
-    block_columns: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
+    def __init__(self, found: ItemList, device: torch.device) -> None:
+        self.count = len(found.items)
+        """Programs to launch."""
+        self.workspace = found.workspace
+        tables = device_tables({"items": found.items, "borders": found.borders}, device)
+        self.items = tables["items"]
+        """int32 `[count * ITEM_FIELDS]`."""
+        self.borders = tables["borders"]
+        """int32 `[borders]`: `ItemList.borders`."""
+        self.counters = torch.zeros(self.count, dtype=torch.int32, device=device)
+        """Zero between launches: the last program to arrive resets its own."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardUpConfig:
-    """Blocks of the launch that computes dS and dB."""
-
-    block_rows: int = 64
-    """Rows of a dS program; a divisor of the row tile."""
-    block_depth: int = 128
-    """Columns of dy that one step of a dS program reads."""
-    split_columns: int = 4096
-    """Columns of dy that a dS program sums at most: more are split and summed in order."""
-    block_columns: int = 128
-    """Columns of a dB block."""
-    step_rows: int = 64
-    """Rows that one step of a dB program reads."""
-    rows_per_run: int = 1024
-    """Rows that a dB program sums at most."""
-    item_size: int = 131072
-    """Elements of dy that a dB program reads at most, where it could take more columns."""
-    region_rows: int = 1024
-    """dS and dB programs of as many rows stand together, so that L2 serves the second read."""
-    rank_tile: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
+    @cached_property
+    def partial_sums(self) -> Tensor:
+        """fp32 `[workspace * WORKSPACE_UNIT]`, kept: the next kernel may start before the one that
+        uses it has ended, so memory given back between the two could be written by both."""
+        size = max(self.workspace, 1) * WORKSPACE_UNIT
+        return self.counters.new_empty(size, dtype=torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackwardDownConfig:
-    """Blocks of `dA += dS^T drop(x)`; fields as in `BackwardUpConfig`."""
-
-    block_columns: int = 128
-    step_rows: int = 64
-    rows_per_run: int = 1024
-    item_size: int = 131072
-    rank_tile: int = 128
-    num_warps: int = 4
-    """For up to 64 rank rows; programs with more have as many times the warps."""
-    num_stages: int = 3
-    """A fourth gains 3 % on an H200, but may not fit where blocks have 100 KiB of shared memory."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelConfig:
-    """Blocks of all kernels of one linear at one budget of rows."""
-
-    down: DownConfig = DownConfig()
-    up: UpConfig = UpConfig()
-    backward_up: BackwardUpConfig = BackwardUpConfig()
-    backward_down: BackwardDownConfig = BackwardDownConfig()
-
-    def __post_init__(self) -> None:
-        for part in dataclasses.fields(self):
-            _check(part.name, getattr(self, part.name))
-
-
-def _check(part: str, config: Any) -> None:
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        power = value > 0 and value & (value - 1) == 0
-        if field.name.startswith("block_") or field.name in ("num_warps", "rank_tile", "step_rows"):
-            if not power:
-                raise ValueError(f"{part}.{field.name} must be a power of two, got {value}")
-        elif value < 1:
-            raise ValueError(f"{part}.{field.name} must be at least 1, got {value}")
-    rows = getattr(config, "block_rows", 1)
-    if ROW_TILE % rows:
-        raise ValueError(f"{part}.block_rows must divide {ROW_TILE}, got {rows}")
-    split = getattr(config, "split_columns", 0)
-    block = max(getattr(config, name, 1) for name in ("block_columns", "block_depth"))
-    if split % block:
-        raise ValueError(f"{part}.split_columns must be a multiple of {block}, got {split}")
-
-
-_FEW_ROWS = KernelConfig(
-    backward_up=BackwardUpConfig(block_depth=64, split_columns=2048, num_warps=8),
-    backward_down=BackwardDownConfig(rank_tile=64, num_warps=8),
-)
-_MANY_ROWS = KernelConfig()
-
-
-def kernel_config(row_budget: int) -> KernelConfig:
-    """Returns the blocks for all micro-batches of a run: they decide orders of sums.
-
-    Searched offline on an H200 (bf16, torch 2.11, Triton 3.6) for up to and for more than 2048
-    rows: `backward_up` takes 74 us where one set of blocks for all budgets took 83.
+class PlanTensors:
+    """The work lists of one micro-batch at the sites of one layout, on the device.
 
     Args:
-        row_budget: `RowGroups.row_budget`.
+        cuts: as `RowGroups.cuts`.
     """
-    return _FEW_ROWS if row_budget <= 2048 else _MANY_ROWS
+
+    def __init__(
+        self,
+        ends: Sequence[int],
+        layout: RankLayout,
+        device: torch.device,
+        *,
+        cuts: Sequence[int] = (),
+    ) -> None:
+        self.ends, self.cuts = tuple(ends), tuple(cuts)
+        self.layout = layout
+        self.device = device
+        self.num_rows = ends[-1]
+        chunks = [[rank_chunks(r) for r in slot] for slot in layout.ranks]
+        shape = (len(chunks), layout.num_targets)
+        self.slot_chunks: Array = np.array(chunks, dtype=np.int64).reshape(shape)
+        """`[slots, targets]`: chunks of each adapter."""
+        self.a_begin: Array = np.array(layout.a_begin, dtype=np.int64).reshape(shape)
+        self.b_begin: Array = np.array(layout.b_begin, dtype=np.int64).reshape(shape)
+        """`[slots, targets]`: as of the layout."""
+        self.row_chunks: Array = self.slot_chunks.sum(axis=1)
+        """A slot: its chunks over all targets."""
+        self.most_chunks = int(self.row_chunks.max(initial=0))
+        """The most chunks of any slot, over all its targets."""
+        self.most_target_chunks = int(self.slot_chunks.max(initial=0))
+        """The most chunks of any one target of a slot."""
+        plan = tile_plan(ends, layout)
+        self.num_chunks = plan.num_chunks
+        """Chunks of s and dS."""
+        head = np.array([p[:4] for p in plan.pairs], dtype=np.int64).reshape(len(plan.pairs), 4)
+        self.pair_slot, self.pair_tile, self.pair_begin, self.pair_end = head.T
+        shape = (len(plan.pairs), layout.num_targets)
+        first_chunks = [p.chunks for p in plan.pairs]
+        self.pair_chunks: Array = np.array(first_chunks, dtype=np.int64).reshape(shape)
+        """`[pairs, targets]`: first chunk of each."""
+        totals = self.row_chunks[self.pair_slot]
+        self.pair_first: Array = np.cumsum(totals) - totals
+        """A pair: where its chunks begin in the table `chunks`."""
+        bounds = np.array((0, *ends[:-1]), dtype=np.int64)
+        self.slot_begin: Array = bounds[:-1]
+        """A slot: its first row."""
+        sizes = np.diff(bounds) * self.row_chunks
+        self.row_form: Array = np.cumsum(sizes) - sizes
+        """A slot: where its rows begin in the row form of s and dS, in chunks."""
+        tiles = -(-int(sizes.sum()) * RANK_CHUNK // ROW_TILE)
+        self.ranked_rows = self.num_chunks * RANK_CHUNK + tiles
+        """Rows of s and dS, which are `[ranked_rows, ROW_TILE]`.
+
+        First `num_chunks * RANK_CHUNK` rows of chunks as in `ops.lora.tiling`, for GEMMs. Then the
+        same values in *row form*, for sums over rows: slot by slot and row by row, all its rank
+        values side by side, so that they are aligned wherever the slot's rows begin.
+        """
+        owner, position = spread(self.slot_chunks[self.pair_slot].ravel())
+        slots = np.append(np.arange(len(ends) - 1), -1)
+        values = {
+            "chunks": self.pair_chunks.ravel()[owner] + position,
+            "tile_chunks": np.array(plan.tile_chunks),
+            "chunk_a": np.array(plan.chunk_a),
+            "chunk_b": np.array(plan.chunk_b),
+            "row_slots": np.repeat(slots, np.diff(self.ends, prepend=0)),
+        }
+        self._tables = device_tables(values, device)
+        self._items: dict[Hashable, WorkItems] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A table, int32, flat.
+
+        `chunks`: pair by pair, target by target, its chunks of s and dS (a pair's begin at
+        `pair_first`); `tile_chunks` `[tiles, targets + 1]`, `chunk_a` and `chunk_b` as in
+        `TilePlan`; `row_slots`: the slot of each row, -1 where it has no adapter.
+        """
+        return self._tables[name]
+
+    def runs(self, rows_per_run: int, window: tuple[int, int]) -> tuple[Array, Borders]:
+        """The runs of a window's rows, int64 `[runs, fields of Run]`, and their borders."""
+        runs = row_runs(self.ends, self.layout, rows_per_run, window, self.cuts)
+        table = np.array(runs, dtype=np.int64).reshape(len(runs), len(Run._fields))
+        return table, portion_borders(table)
+
+    def work_items(self, key: Hashable, build: Callable[[PlanTensors], ItemList]) -> WorkItems:
+        """The items that `build` lists for this plan, made once a key."""
+        found = self._items.get(key)
+        if found is None:
+            found = self._items[key] = WorkItems(build(self), self.device)
+        return found
+
+
+def plan_tensors(rows: RowGroups, layout: RankLayout, device: torch.device) -> PlanTensors:
+    """Returns the work lists of a micro-batch on a device, one for all sites of equal layouts."""
+
+    def of_value() -> PlanTensors:
+        return PlanTensors(rows.ends, layout, device, cuts=rows.cuts)
+
+    def of_object() -> tuple[RankLayout, PlanTensors]:
+        # The layout is kept beside the plan, so its id is not given to another one.
+        return layout, rows.cached(("plan", device, layout), of_value)
+
+    # By id: a layout's hash walks through all ranks, and every launch asks.
+    return rows.cached(("plan", device, id(layout)), of_object)[1]
+
+
+def spread(counts: Array) -> tuple[Array, Array]:
+    """For `counts[i]` entries of each i, in order: i, and the entry's number among those of i."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def item_array(columns: Sequence[Array | int], count: int) -> Array:
+    """Items from their fields, `[count, ITEM_FIELDS]`; missing fields are 0."""
+    items = np.zeros((count, ITEM_FIELDS), dtype=np.int64)
+    for index, values in enumerate(columns):
+        items[:, index] = values
+    return items

@@ -13,7 +13,6 @@ Shapes: T rows, K features in, N features out, R rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -22,47 +21,21 @@ from torch import Tensor
 
 from tlora_megatron.ops.dropout import dropout
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, SiteFactors
-from tlora_megatron.ops.lora.rank_places import Elements, RankPlaces, cached_places, row_form
+from tlora_megatron.ops.lora.rank_places import (
+    Elements,
+    Places,
+    RankPlaces,
+    cached_places,
+    row_form,
+)
 from tlora_megatron.ops.lora.tiling import RANK_CHUNK, RankLayout, rank_chunks
-from tlora_megatron.ops.row_groups import RowGroups
-
-
-class Factors(NamedTuple):
-    """One adapter's pair at one linear: `lora_a` `[rank, K]`, `lora_b` `[N, rank]`."""
-
-    lora_a_RK: Tensor
-    lora_b_NR: Tensor
-    scaling: float
-
-
-def multi_lora_linear_reference(
-    x_TK: Tensor,
-    weight_NK: Tensor,
-    bias_N: Tensor | None,
-    factors: Mapping[int, Factors],
-    rows: RowGroups,
-    keep_TK: Tensor | None = None,
-) -> Tensor:
-    """Returns `[T, N]`; `keep_TK` multiplies the branch's input (mask over `1 - p`)."""
-    base_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
-    branch_TK = x_TK if keep_TK is None else x_TK * keep_TK
-    runs = []
-    begin = 0
-    for slot, end in enumerate(rows.ends):
-        run_TK, base_run_TN = branch_TK[begin:end], base_TN[begin:end]
-        begin = end
-        if slot in factors:
-            a_RK, b_NR, scaling = factors[slot]
-            base_run_TN = base_run_TN + scaling * (run_TK @ a_RK.t() @ b_NR.t())
-        runs.append(base_run_TN)
-    return torch.cat(runs)
+from tlora_megatron.ops.routing import RowGroups
 
 
 class _Part(NamedTuple):
     """One target of a slot."""
 
     target: int
-    rank: int
     columns: slice
     """Columns of the slot's block, whole chunks."""
     b_rows: slice
@@ -145,7 +118,7 @@ class TorchLinear(BoundLinear):
         """Returns places in the flat s, which is the row form."""
         rows, layout, blocks = self.rows, self.factors.layout, self._blocks
 
-        def build(found: Elements) -> tuple[tuple[int, ...], tuple[Tensor, ...]]:
+        def build(found: Elements) -> Places:
             return (_size(blocks),), (row_form(rows, layout, found),)
 
         return cached_places(rows, layout, parts, self.factors.lora_a.device, "torch", build)
@@ -258,7 +231,7 @@ def _block(slot: int, begin: int, end: int, offset: int, layout: RankLayout) -> 
         if size:
             b_begin = layout.b_begin[slot][target]
             columns = slice(width, width + size)
-            parts.append(_Part(target, rank, columns, slice(b_begin, b_begin + size)))
+            parts.append(_Part(target, columns, slice(b_begin, b_begin + size)))
         width += size
     return _Block(slot, begin, end, offset, slice(first, first + width), tuple(parts))
 

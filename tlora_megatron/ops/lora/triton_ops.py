@@ -1,238 +1,317 @@
 """The multi-adapter linear with Triton kernels for the rank part and cuBLAS for the base.
 
 Launches: forward s, rank part of y, base GEMM; backward dS with dB, rank part of dx, base GEMM, dA.
+
+Here are the rank parts of y and of dx, `s B^T` and `drop(dS A)`, for the base GEMM to add to. A
+program owns a block of the output and goes through the adapters whose rows lie in it. Of s and dS
+it reads the chunks alone, which lie first in Triton's layout and in the CUDA kernels'.
 """
 
 from __future__ import annotations
 
+import functools
+
+import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlora_megatron.ops.dropout_triton import dropped_below, row_hash
+from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import BoundLinear, KernelLinear, SiteFactors
 from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places, plan_places
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, DownConfig, KernelConfig, kernel_config
-from tlora_megatron.ops.lora.triton_backward import backward_up
+from tlora_megatron.ops.lora.tiling import PlanTensors
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,
-    finish_block,
+    TILE,
+    column_mapping,
     gather,
-    largest_rank_tile,
-    new_ranked,
-    new_workspace,
     pairs_of_columns,
-    rank_product,
     row_keys_or,
 )
-from tlora_megatron.ops.lora.triton_sums import backward_down
-from tlora_megatron.ops.lora.triton_up import up, up_dropped, up_onto
-from tlora_megatron.ops.lora.triton_work_items import down_bounds, down_items
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.lora.triton_products import down
+from tlora_megatron.ops.lora.triton_sums import backward_down, backward_up
+from tlora_megatron.ops.lora.triton_work_items import (
+    KernelConfig,
+    UpConfig,
+    kernel_config,
+    up_items,
+)
+from tlora_megatron.ops.routing import RowGroups
+from tlora_megatron.ops.warm_kernel import WarmKernel
+
+_NOTHING, _BIAS, _BASE = 0, 1, 2
+"""The base that the rank part is added to."""
 
 
 @triton.jit
-def _down_block(
-    item: tl.tensor,  # pointer
-    x: tl.tensor,  # pointer
-    first_row: tl.tensor,
-    x_stride: tl.tensor,
-    lora_a: tl.tensor,  # pointer
-    s: tl.tensor,  # pointer
-    row_form: tl.tensor,
-    chunks: tl.tensor,  # pointer
-    workspace: tl.tensor,  # pointer
-    counters: tl.tensor,  # pointer
-    scaling: tl.tensor,  # pointer
-    dropout: tl.tensor,  # pointer
-    row_keys: tl.tensor,  # pointer
-    dropout_key: tl.tensor,
-    first_column: tl.tensor,
-    depth: tl.tensor,
+def _add_adapter(
+    sums: tl.tensor,
+    record: tl.tensor,  # pointer
+    rows: tl.tensor,
+    ranked: tl.tensor,  # pointer
+    weight: tl.tensor,  # pointer
+    weight_stride: tl.tensor,
+    compact: tl.tensor,
+    inside: tl.tensor,
+    ROW_FIELD: tl.constexpr,
     BM: tl.constexpr,
-    R: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DROP: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
-    rows = tl.load(item) + tl.arange(0, BM)
-    live = (rows >= tl.load(item + 1)) & (rows < tl.load(item + 2))
-    num_rank = tl.multiple_of(tl.load(item + 4), CHUNK)
-    slot = tl.load(item + 5)
-    depth0 = tl.multiple_of(tl.load(item + 8), BLOCK)
-    depth1 = tl.load(item + 9)
-    scale = tl.load(scaling + slot)
-    hash_M = rows[:, None].to(tl.uint32)
-    below = slot.to(tl.uint32)
-    if DROP:
-        p = tl.load(dropout + slot)
-        scale = scale * (1.0 / (1.0 - p))
-        below = dropped_below(p)
-        hash_M = row_hash(row_keys, rows, live, dropout_key)[:, None]
-    sums = rank_product(
-        x,
-        x_stride,
-        rows - first_row,
-        live,
-        lora_a + tl.load(item + 3).to(tl.int64) * depth,
-        depth,
-        num_rank,
-        depth0,
-        depth1,
-        1,
-        1,
-        0,
-        hash_M,
-        below,
-        first_column,
-        R,
-        BLOCK,
-        STAGES,
-        EVEN,
-        0,
-        DROP,
-        PAIRS,
-    )
-    finish_block(
-        sums, item, live, scale, s, row_form, chunks, workspace, counters, num_rank, BM, R, SPLIT
-    )
+) -> tl.tensor:
+    """Adds one adapter's product in its own rows; what others hold there cannot reach them."""
+    mine = (rows >= tl.load(record)) & (rows < tl.load(record + 1))
+    chunk = tl.load(record + 3)
+    weight += tl.load(record + ROW_FIELD).to(tl.int64) * weight_stride
+    rank = tl.arange(0, CHUNK)
+    weight_rows = weight + rank.to(tl.int64)[:, None] * weight_stride
+    row = tl.multiple_of(tl.load(record + 7), BM)
+    ranked += (chunk * CHUNK).to(tl.int64) * TILE + row
+    ranked_rows = ranked + (rank * TILE)[:, None] + tl.arange(0, BM)[None, :]
+    product = tl.zeros([BM, BLOCK], dtype=tl.float32)
+    for i in tl.range(0, tl.load(record + 6) // CHUNK, num_stages=STAGES):
+        s = tl.load(ranked_rows + i * CHUNK * TILE)
+        pointers = weight_rows + i * (CHUNK * weight_stride) + compact[None, :]
+        factor = tl.load(pointers, mask=inside[None, :], other=0.0)
+        product = tl.dot(tl.trans(s), factor, product)
+    return tl.where(mine[:, None] & inside[None, :], sums + product, sums)
 
 
-@triton.jit(do_not_specialize=["first_row", "row_form", "dropout_key", "first_column"])
-def _down_kernel(
+@triton.jit(do_not_specialize=["first_row", "end_row"])
+def _up_kernel(
     items: tl.tensor,
-    x: tl.tensor,
-    first_row: tl.tensor,
-    x_stride: tl.tensor,
-    lora_a: tl.tensor,
     s: tl.tensor,
-    row_form: tl.tensor,
-    chunks: tl.tensor,
-    workspace: tl.tensor,
-    counters: tl.tensor,
-    scaling: tl.tensor,
+    lora_b: tl.tensor,
+    columns: tl.tensor,
+    base: tl.tensor,
+    out: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    TARGETS: tl.constexpr,
+    BM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    MAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ADDS_TO: tl.constexpr,
+) -> None:
+    column0 = tl.program_id(0) * BLOCK
+    row_block = first_row // BM + tl.program_id(1)
+    header = items + row_block * FIELDS
+    rows = row_block * BM + tl.arange(0, BM)
+    out_columns = column0 + tl.arange(0, BLOCK)
+    sums = tl.zeros([BM, BLOCK], dtype=tl.float32)
+    for p in range(TARGETS):
+        width = tl.load(columns + 4 * p)
+        stride = tl.load(columns + 4 * p + 1)
+        first = tl.load(columns + 4 * p + 2)
+        size = tl.load(columns + 4 * p + 3)
+        weight = tl.load(lora_b + p).to(tl.pointer_type(s.dtype.element_ty))
+        if ALIGNED:
+            weight = tl.multiple_of(weight, 16)
+            size = tl.multiple_of(size, 8)
+        begin = tl.load(header + p)
+        end = tl.load(header + p + 1)
+        compact = out_columns
+        inside = out_columns < NUM_COLUMNS
+        if MAPPED == 1:
+            offset = column0 % stride
+            if (offset < first) | (offset >= first + width):
+                end = begin
+            start = column0 // stride * width + offset - first
+            compact = tl.multiple_of(start, 8) + tl.arange(0, BLOCK)
+        if MAPPED == 2:
+            offsets = out_columns % stride
+            inside = inside & (offsets >= first) & (offsets < first + width)
+            compact = out_columns // stride * width + offsets - first
+        for r in range(begin, end):
+            record = items + r * FIELDS
+            sums = _add_adapter(
+                sums, record, rows, s, weight, size, compact, inside, 4, BM, BLOCK, STAGES
+            )
+    inside = out_columns < NUM_COLUMNS
+    mask = ((rows >= first_row) & (rows < end_row))[:, None] & inside[None, :]
+    offsets = (rows - first_row).to(tl.int64)[:, None] * NUM_COLUMNS + out_columns[None, :]
+    if ADDS_TO == 1:
+        sums += tl.load(base + out_columns, mask=inside, other=0.0)[None, :].to(tl.float32)
+    if ADDS_TO == 2:
+        sums += tl.load(base + offsets, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + offsets, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["dropout_key", "first_column", "first_row", "end_row"])
+def _dgrad_kernel(
+    items: tl.tensor,
+    ds: tl.tensor,
+    lora_a: tl.tensor,
+    out: tl.tensor,
     dropout: tl.tensor,
     row_keys: tl.tensor,
     dropout_key: tl.tensor,
     first_column: tl.tensor,
-    depth: tl.tensor,
+    first_row: tl.tensor,
+    end_row: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    TARGETS: tl.constexpr,
     BM: tl.constexpr,
-    MAX_R: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
     DROP: tl.constexpr,
+    SCALED: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    item = items + tl.program_id(0) * FIELDS
-    num_rank = tl.load(item + 4)
-    # A rank-4 adapter does the work of a rank-16 one, whoever stands beside it.
-    for EXPONENT in tl.static_range(4, 9):
-        if 2**EXPONENT <= MAX_R:
-            above = num_rank > (0 if EXPONENT == 4 else 2**EXPONENT // 2)
-            if above & (num_rank <= 2**EXPONENT):
-                _down_block(
-                    item,
-                    x,
-                    first_row,
-                    x_stride,
-                    lora_a,
-                    s,
-                    row_form,
-                    chunks,
-                    workspace,
-                    counters,
-                    scaling,
-                    dropout,
-                    row_keys,
-                    dropout_key,
-                    first_column,
-                    depth,
-                    BM,
-                    2**EXPONENT,
-                    BLOCK,
-                    STAGES,
-                    EVEN,
-                    SPLIT,
-                    DROP,
-                    PAIRS,
-                )
+    column0 = tl.program_id(0) * BLOCK
+    row_block = first_row // BM + tl.program_id(1)
+    header = items + row_block * FIELDS
+    rows = row_block * BM + tl.arange(0, BM)
+    out_columns = column0 + tl.arange(0, BLOCK)
+    inside = out_columns < NUM_COLUMNS
+    sums = tl.zeros([BM, BLOCK], dtype=tl.float32)
+    p = tl.zeros([BM], dtype=tl.float32)
+    for r in range(tl.load(header), tl.load(header + TARGETS)):
+        record = items + r * FIELDS
+        sums = _add_adapter(
+            sums, record, rows, ds, lora_a, NUM_COLUMNS, out_columns, inside, 5, BM, BLOCK, STAGES
+        )
+        if DROP:
+            mine = (rows >= tl.load(record)) & (rows < tl.load(record + 1))
+            p = tl.where(mine, tl.load(dropout + tl.load(record + 2)), p)
+    live = (rows >= first_row) & (rows < end_row)
+    if DROP and not SCALED:
+        sums = sums * (1.0 / (1.0 - p))[:, None]
+    values = sums.to(out.dtype.element_ty)
+    if DROP:
+        hash_M = row_hash(row_keys, rows, live, dropout_key)[:, None]
+        columns = (first_column + out_columns)[None, :]
+        values = drop_zero(values, hash_M, columns, dropped_below(p)[:, None], PAIRS)
+    offsets = (rows - first_row).to(tl.int64)[:, None] * NUM_COLUMNS + out_columns[None, :]
+    tl.store(out + offsets, values, mask=live[:, None] & inside[None, :])
 
 
-def down(
-    x_TK: Tensor, linear: KernelLinear, config: DownConfig, window: tuple[int, int] | None = None
+_up = WarmKernel(_up_kernel)
+_dgrad = WarmKernel(_dgrad_kernel)
+
+
+def _items(plan: PlanTensors, block_rows: int) -> Tensor:
+    return plan.work_items(("up", block_rows), lambda p: up_items(p, block_rows)).items
+
+
+def up(
+    s: Tensor, bias_N: Tensor | None, num_columns: int, linear: KernelLinear, config: UpConfig
 ) -> Tensor:
-    """Returns s, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of x."""
-    factors, plan, depth = linear.factors, linear.plan, x_TK.shape[1]
-    items = plan.work_items(
-        ("down", config, depth, window),
-        lambda p: down_items(p, config, depth, window),
-        lambda p: down_bounds(p, config, depth),
-    )
-    s = new_ranked(x_TK, plan)
-    if window is not None:
-        s.zero_()
-    if not items.count:
-        return s
-    drop = factors.uses_dropout(linear.rows)
-    rank_tile = largest_rank_tile(plan.most_chunks, config.rank_tile)
-    num_stages = config.num_stages if rank_tile <= 64 else max(config.num_stages - 1, 1)
-    _down_kernel[(items.count,)](
-        items.items,
-        x_TK,
-        0 if window is None else window[0],
-        x_TK.stride(0),
-        factors.lora_a,
-        s,
-        plan.num_chunks * RANK_CHUNK,
-        plan["chunks"],
-        new_workspace(items, x_TK.device),
-        items.counters,
-        factors.scaling,
-        factors.dropout,
-        row_keys_or(linear.rows, drop, plan["chunks"]),
-        factors.dropout_key,
-        factors.first_column,
-        depth,
-        BM=config.block_rows,
-        MAX_R=rank_tile,
-        BLOCK=config.block_depth,
-        STAGES=num_stages,
-        EVEN=depth % config.block_depth == 0,
-        SPLIT=config.splits > 1,
-        DROP=drop,
-        PAIRS=pairs_of_columns(x_TK, factors.first_column),
+    """Returns `b + s B^T`, `[T, N]`, 0 where no adapter has rows or columns."""
+    num_rows = linear.plan.num_rows
+    out_TN = s.new_empty(num_rows, num_columns)
+    base, adds_to = (s, _NOTHING) if bias_N is None else (bias_N, _BIAS)
+    _launch_up(s, base, adds_to, out_TN, (0, num_rows), linear, config)
+    return out_TN
+
+
+def up_onto(
+    s: Tensor, base_WN: Tensor, window: tuple[int, int], linear: KernelLinear, config: UpConfig
+) -> Tensor:
+    """Returns `base + s B^T` of the rows `window[0]:window[1]`, in the dtype of the base."""
+    if not linear.plan.num_chunks:
+        return base_WN.clone()
+    out_WN = torch.empty_like(base_WN)
+    _launch_up(s, base_WN, _BASE, out_WN, window, linear, config)
+    return out_WN
+
+
+def _launch_up(
+    s: Tensor,
+    base: Tensor,
+    adds_to: int,
+    out_WN: Tensor,
+    window: tuple[int, int],
+    linear: KernelLinear,
+    config: UpConfig,
+) -> None:
+    tables, targets, num_columns = linear.tables, linear.factors.columns, out_WN.shape[1]
+    items = _items(linear.plan, config.block_rows)
+    _up.launch(
+        -(-num_columns // config.block_columns),
+        (items, s, tables.lora_b, tables.columns, base, out_WN),
+        window,
+        (
+            num_columns,
+            len(targets),
+            config.block_rows,
+            config.block_columns,
+            config.num_stages,
+            column_mapping(targets, config.block_columns),
+            tables.aligned_lora_b,
+            adds_to,
+        ),
         num_warps=config.num_warps,
-        num_stages=num_stages,
+        grid_y=_row_blocks(window, config.block_rows),
     )
-    return s
+
+
+def _row_blocks(window: tuple[int, int], block_rows: int) -> int:
+    """Blocks of rows that a window touches; one that holds no row takes none."""
+    begin, end = window
+    return -(-end // block_rows) - begin // block_rows if end > begin else 0
+
+
+def up_dropped(
+    ds: Tensor,
+    window: tuple[int, int],
+    linear: KernelLinear,
+    config: UpConfig,
+    *,
+    scaled: bool = False,
+) -> Tensor:
+    """Returns `drop(dS A)` of the rows `window[0]:window[1]`, `[W, K]`, 0 in those without adapter.
+
+    Args:
+        scaled: dS holds dropout's `1 / (1 - p)`, as the CUDA kernels' does.
+    """
+    factors, depth = linear.factors, linear.factors.size_in
+    if not linear.plan.num_chunks:
+        return ds.new_zeros(window[1] - window[0], depth)
+    out_WK = ds.new_empty(window[1] - window[0], depth)
+    drop = factors.uses_dropout(linear.rows)
+    items = _items(linear.plan, config.block_rows)
+    keys = row_keys_or(linear.rows, drop, items)
+    _dgrad.launch(
+        -(-depth // config.block_columns),
+        (items, ds, factors.lora_a, out_WK, factors.dropout, keys),
+        (factors.dropout_key, factors.first_column, *window),
+        (
+            depth,
+            factors.layout.num_targets,
+            config.block_rows,
+            config.block_columns,
+            config.num_stages,
+            drop,
+            scaled,
+            pairs_of_columns(ds, factors.first_column),
+        ),
+        num_warps=config.num_warps,
+        grid_y=_row_blocks(window, config.block_rows),
+    )
+    return out_WK
 
 
 class TritonOps:
     """`LinearOps` in fp16 or bf16 on any GPU that Triton knows.
 
     Args:
-        graph_safe: tables, buffers and grids by capacity, so that `plan_tensors.update_plans` can
-            change the segments of a captured graph.
         config: blocks; None = those for the run's budget of rows.
     """
 
     name = "triton"
 
-    def __init__(self, *, graph_safe: bool = False, config: KernelConfig | None = None) -> None:
-        self._graph_safe = graph_safe
+    def __init__(self, *, config: KernelConfig | None = None) -> None:
         self._config = config
 
     def bind(self, factors: SiteFactors, rows: RowGroups) -> TritonLinear:
         """Returns the linear of these factors over these rows."""
         config = self._config or kernel_config(rows.row_budget)
-        return TritonLinear(factors, rows, config, graph_safe=self._graph_safe)
+        return TritonLinear(factors, rows, config)
 
 
 class TritonLinear(KernelLinear):
@@ -240,10 +319,8 @@ class TritonLinear(KernelLinear):
 
     __slots__ = ("config",)
 
-    def __init__(
-        self, factors: SiteFactors, rows: RowGroups, config: KernelConfig, *, graph_safe: bool
-    ) -> None:
-        super().__init__(factors, rows, graph_safe=graph_safe)
+    def __init__(self, factors: SiteFactors, rows: RowGroups, config: KernelConfig) -> None:
+        super().__init__(factors, rows)
         self.config = config
 
     def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
@@ -268,7 +345,7 @@ class TritonLinear(KernelLinear):
     def rank_places(self, parts: int = 1) -> RankPlaces:
         """Returns places in row form, and in chunks."""
         rows, plan = self.rows, self.plan
-        build = plan_places(rows, plan)
+        build = functools.partial(plan_places, rows, plan)
         return cached_places(rows, plan.layout, parts, plan.device, "triton", build, gather)
 
     def backward_up(self, dy_TN: Tensor, s: Tensor) -> Tensor:

@@ -1,9 +1,4 @@
-"""Parts that the Triton kernels share: common arguments, the product with rank rows, and a gather.
-
-s and dS are such products. A program multiplies a block of rows with the rank rows of one slot,
-over all columns or a share of them. Shares go to a workspace in fp32; the last program to arrive
-adds them up in order.
-"""
+"""Parts that the Triton kernels share: common arguments, places, the end of a product, a gather."""
 
 from __future__ import annotations
 
@@ -12,11 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlora_megatron.ops.dropout_triton import drop_zero
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
-from tlora_megatron.ops.lora.plan_tensors import ITEM_FIELDS, WORKSPACE_UNIT, PlanTensors, WorkItems
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, ROW_TILE
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.lora.tiling import (
+    ITEM_FIELDS,
+    RANK_CHUNK,
+    ROW_TILE,
+    WORKSPACE_UNIT,
+    PlanTensors,
+    WorkItems,
+)
+from tlora_megatron.ops.routing import RowGroups
 from tlora_megatron.ops.warm_kernel import WarmKernel
 
 
@@ -32,7 +32,7 @@ def largest_rank_tile(chunks: int, limit: int) -> int:
 
 
 def column_mapping(columns: tuple[OutputColumns, ...], block: int) -> int:
-    """How blocks of so many columns lie in the fused output: `rank_product.mapped_columns`."""
+    """How blocks of so many columns lie in the fused output: `mapped_columns`."""
     if all(c.is_whole for c in columns):
         return 0
     fits = all(c.width % block == 0 and c.stride % 8 == 0 and c.begin % 8 == 0 for c in columns)
@@ -83,57 +83,6 @@ def mapped_columns(
         return tl.multiple_of(start, 8) + tl.arange(0, BLOCK)
     compact = begin + tl.arange(0, BLOCK)
     return compact // width * stride + first + compact % width
-
-
-@triton.jit
-def rank_product(
-    x: tl.tensor,  # pointer
-    x_stride: tl.tensor,
-    rows: tl.tensor,
-    live: tl.tensor,
-    weight: tl.tensor,  # pointer to the first rank row
-    weight_stride: tl.tensor,
-    num_rank: tl.tensor,
-    depth0: tl.tensor,
-    depth1: tl.tensor,
-    width: tl.tensor,
-    stride: tl.tensor,
-    first: tl.tensor,
-    hash_M: tl.tensor,
-    below: tl.tensor,
-    first_column: tl.tensor,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    MAPPED: tl.constexpr,
-    DROP: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> tl.tensor:
-    """`drop(x)[rows, depth0:depth1] weight[:num_rank, depth0:depth1]^T`, fp32 `[M, R]`.
-
-    Args:
-        EVEN: `depth1 - depth0` is a multiple of BLOCK.
-    """
-    rank = tl.arange(0, R)
-    x_rows = x + rows.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + rank.to(tl.int64)[:, None] * weight_stride
-    sums = tl.zeros([rows.shape[0], R], dtype=tl.float32)
-    for step in tl.range(0, tl.cdiv(depth1 - depth0, BLOCK), num_stages=STAGES):
-        begin = depth0 + step * BLOCK
-        compact = begin + tl.arange(0, BLOCK)
-        x_mask = live[:, None]
-        weight_mask = (rank < num_rank)[:, None]
-        if not EVEN:
-            x_mask = x_mask & (compact < depth1)[None, :]
-            weight_mask = weight_mask & (compact < depth1)[None, :]
-        x_columns = mapped_columns(begin, width, stride, first, BLOCK, MAPPED)
-        values = tl.load(x_rows + x_columns[None, :], mask=x_mask, other=0.0)
-        factor = tl.load(weight_rows + compact[None, :], mask=weight_mask, other=0.0)
-        if DROP:
-            values = drop_zero(values, hash_M, (first_column + compact)[None, :], below, PAIRS)
-        sums = tl.dot(values, tl.trans(factor), sums)
-    return sums
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""Sums over rows, `rank^T values`: dA of all adapters in one launch, and the part of dB's.
+"""Sums over rows, `rank^T values`: dA of all adapters in one launch, and dB with dS in another.
 
-A program sums over a run of rows of one slot, for some blocks of columns. A run is counted from its
-portion's first row, and the parts of a segment with several go to a workspace in fp32, where the
-last program to arrive adds them up in order: a job's gradient is bitwise the same wherever its rows
-lie. Gradients are added to in fp32, each by one program, portion by portion.
+A program sums over a run of rows of one slot, for some blocks of columns. Parts of a segment with
+several runs go to a workspace in fp32; the last program to arrive adds them up in order, and to the
+fp32 gradients portion by portion: a job's gradient is bitwise the same wherever its rows lie.
+Programs of dB and dS stand in turns, region by region of dy: L2 serves the second read.
 """
 
 from __future__ import annotations
@@ -14,19 +14,30 @@ from torch import Tensor
 
 from tlora_megatron.ops.dropout_triton import drop_zero, dropped_below, row_hash
 from tlora_megatron.ops.lora.linear_ops import KernelLinear
-from tlora_megatron.ops.lora.tiling import RANK_CHUNK, BackwardDownConfig
+from tlora_megatron.ops.lora.tiling import RANK_CHUNK
 from tlora_megatron.ops.lora.triton_parts import (
     CHUNK,
     FIELDS,
     TILE,
     UNIT,
+    column_mapping,
     largest_rank_tile,
     mapped_columns,
+    new_ranked,
     new_workspace,
     pairs_of_columns,
     row_keys_or,
 )
-from tlora_megatron.ops.lora.triton_work_items import backward_down_bounds, backward_down_items
+from tlora_megatron.ops.lora.triton_products import ds_block
+from tlora_megatron.ops.lora.triton_work_items import (
+    RANK_PRODUCT,
+    BackwardDownConfig,
+    BackwardUpConfig,
+    backward_down_items,
+    backward_up_items,
+)
+
+_RANK_PRODUCT = tl.constexpr(RANK_PRODUCT)
 
 
 @triton.jit
@@ -37,8 +48,7 @@ def _gradient_places(
     ALIGNED: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Pointers to fp32 `[R, BLOCK]` in gradient rows at the addresses `grad_rows` (0 = no row), and
-    which of them there are."""
+    """Pointers to fp32 `[R, BLOCK]` in the rows at `grad_rows` (0 = none), and which there are."""
     pointers = grad_rows.to(tl.pointer_type(tl.float32))
     if ALIGNED:
         pointers = tl.multiple_of(pointers, 16)
@@ -231,7 +241,6 @@ def backward_down(
     items = plan.work_items(
         ("backward_down", config, depth, window),
         lambda p: backward_down_items(p, config, depth, window),
-        lambda p: backward_down_bounds(p, config, depth),
     )
     if not items.count:
         return
@@ -263,3 +272,129 @@ def backward_down(
         num_warps=config.num_warps * max(1, rank_tile // 64),
         num_stages=config.num_stages,
     )
+
+
+@triton.jit(do_not_specialize=["row_form"])
+def _backward_up_kernel(
+    items: tl.tensor,
+    dy: tl.tensor,
+    dy_stride: tl.tensor,
+    s: tl.tensor,
+    ds: tl.tensor,
+    row_form: tl.tensor,
+    lora_b: tl.tensor,
+    gradients: tl.tensor,
+    columns: tl.tensor,
+    borders: tl.tensor,
+    chunks: tl.tensor,
+    workspace: tl.tensor,
+    counters: tl.tensor,
+    scaling: tl.tensor,
+    BM: tl.constexpr,
+    MAX_R: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN: tl.constexpr,
+    MAPPED: tl.constexpr,
+    ALIGNED_B: tl.constexpr,
+    ALIGNED_GRAD: tl.constexpr,
+) -> None:
+    item = items + tl.program_id(0) * FIELDS
+    num_rank = tl.load(item + 4)
+    kind = tl.load(item + 15)
+    for EXPONENT in tl.static_range(4, 9):
+        if 2**EXPONENT <= MAX_R:
+            above = num_rank > (0 if EXPONENT == 4 else 2**EXPONENT // 2)
+            if above & (num_rank <= 2**EXPONENT):
+                if kind == _RANK_PRODUCT:
+                    ds_block(
+                        item,
+                        dy,
+                        dy_stride,
+                        lora_b,
+                        ds,
+                        row_form,
+                        chunks,
+                        columns,
+                        workspace,
+                        counters,
+                        scaling,
+                        BM,
+                        2**EXPONENT,
+                        DEPTH,
+                        STAGES,
+                        EVEN,
+                        MAPPED,
+                        ALIGNED_B,
+                    )
+                else:
+                    target = tl.load(item + 14)
+                    outer_block(
+                        item,
+                        dy,
+                        dy_stride,
+                        0,
+                        s + row_form.to(tl.int64) * TILE,
+                        gradients,
+                        columns + target * 4,
+                        borders,
+                        workspace,
+                        counters,
+                        scaling,
+                        chunks,
+                        0,
+                        0,
+                        2**EXPONENT,
+                        BLOCK,
+                        STEP,
+                        STAGES,
+                        EVEN,
+                        MAPPED,
+                        ALIGNED_GRAD,
+                        False,
+                        False,
+                    )
+
+
+def backward_up(dy_TN: Tensor, s: Tensor, linear: KernelLinear, config: BackwardUpConfig) -> Tensor:
+    """Accumulates dB and returns dS, `[PlanTensors.ranked_rows, ROW_TILE]` in the dtype of dy."""
+    factors, tables, plan = linear.factors, linear.tables, linear.plan
+    sizes = tuple(c.size for c in factors.columns)
+    items = plan.work_items(
+        ("backward_up", config, sizes), lambda p: backward_up_items(p, config, sizes)
+    )
+    ds = new_ranked(dy_TN, plan)
+    if not items.count:
+        return ds
+    widest = max(config.block_columns, config.block_depth)
+    _backward_up_kernel[(items.count,)](
+        items.items,
+        dy_TN,
+        dy_TN.stride(0),
+        s,
+        ds,
+        plan.num_chunks * RANK_CHUNK,
+        tables.lora_b,
+        tables.grad_b,
+        tables.columns,
+        items.borders,
+        plan["chunks"],
+        new_workspace(items, dy_TN.device),
+        items.counters,
+        factors.scaling,
+        BM=config.block_rows,
+        MAX_R=largest_rank_tile(plan.most_target_chunks, config.rank_tile),
+        DEPTH=config.block_depth,
+        BLOCK=config.block_columns,
+        STEP=config.step_rows,
+        STAGES=config.num_stages,
+        EVEN=all(size % widest == 0 for size in sizes),
+        MAPPED=column_mapping(factors.columns, widest),
+        ALIGNED_B=tables.aligned_lora_b,
+        ALIGNED_GRAD=tables.aligned_b,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    return ds

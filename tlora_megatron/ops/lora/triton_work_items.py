@@ -1,4 +1,4 @@
-"""Work items of the Triton kernels, and bounds of their number: pure functions of a plan.
+"""Work items of the Triton kernels: pure functions of a plan.
 
 An item holds everything its program must know, so that the program begins to stream after one
 access. Its fields, by kernel:
@@ -12,37 +12,123 @@ access. Its fields, by kernel:
 
 A rank product reads a block of rows and writes `[rank rows, rows]` of s or dS; rows `begin:end` of
 the block are the slot's, and depth 0 means that none is. An outer product sums over rows
-`begin:end`. Bounds hold for any micro-batch of as many rows: a plan that a CUDA graph replays has
-room for as much. Shapes: BM rows of a block, N columns.
+`begin:end`. Shapes: BM rows of a block, N columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tlora_megatron.ops.host_copy import Array
-from tlora_megatron.ops.lora.plan_tensors import (
+from tlora_megatron.ops.lora.tiling import (
+    RANK_CHUNK,
+    ROW_TILE,
     WORKSPACE_UNIT,
-    ItemBounds,
     ItemList,
     PlanTensors,
     item_array,
     spread,
 )
-from tlora_megatron.ops.lora.tiling import (
-    RANK_CHUNK,
-    ROW_TILE,
-    BackwardDownConfig,
-    BackwardUpConfig,
-    Borders,
-    DownConfig,
-    portion_borders,
-    row_runs,
-    run_table,
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DownConfig:
+    """Blocks of `s = scaling * drop(x) A^T`."""
+
+    block_rows: int = 64
+    """Rows of a program; a divisor of the row tile."""
+    block_depth: int = 64
+    """Features that one step of its loop reads."""
+    rank_tile: int = 128
+    """Rank rows of a program at most; a slot with more takes several."""
+    splits: int = 2
+    """Programs that share the features of one block; their fp32 parts are summed in order."""
+    num_warps: int = 4
+    num_stages: int = 4
+    """For up to 64 rank rows; programs with more have one stage less, to stand beside others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpConfig:
+    """Blocks of `s B^T` and `drop(dS A)`, which the base GEMM then adds to."""
+
+    block_rows: int = 128
+    """A divisor of the row tile."""
+    block_columns: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardUpConfig:
+    """Blocks of the launch that computes dS and dB."""
+
+    block_rows: int = 64
+    """Rows of a dS program; a divisor of the row tile."""
+    block_depth: int = 128
+    """Columns of dy that one step of a dS program reads."""
+    split_columns: int = 4096
+    """Columns of dy that a dS program sums at most: more are split and summed in order."""
+    block_columns: int = 128
+    """Columns of a dB block."""
+    step_rows: int = 64
+    """Rows that one step of a dB program reads."""
+    rows_per_run: int = 1024
+    """Rows that a dB program sums at most."""
+    item_size: int = 131072
+    """Elements of dy that a dB program reads at most, where it could take more columns."""
+    region_rows: int = 1024
+    """dS and dB programs of as many rows stand together, so that L2 serves the second read."""
+    rank_tile: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardDownConfig:
+    """Blocks of `dA += dS^T drop(x)`; fields as in `BackwardUpConfig`."""
+
+    block_columns: int = 128
+    step_rows: int = 64
+    rows_per_run: int = 1024
+    item_size: int = 131072
+    rank_tile: int = 128
+    num_warps: int = 4
+    """For up to 64 rank rows; programs with more have as many times the warps."""
+    num_stages: int = 3
+    """A fourth gains 3 % on an H200, but may not fit where blocks have 100 KiB of shared memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelConfig:
+    """Blocks of all kernels of one linear at one budget of rows."""
+
+    down: DownConfig = DownConfig()
+    up: UpConfig = UpConfig()
+    backward_up: BackwardUpConfig = BackwardUpConfig()
+    backward_down: BackwardDownConfig = BackwardDownConfig()
+
+
+_FEW_ROWS = KernelConfig(
+    backward_up=BackwardUpConfig(block_depth=64, split_columns=2048, num_warps=8),
+    backward_down=BackwardDownConfig(rank_tile=64, num_warps=8),
 )
+_MANY_ROWS = KernelConfig()
+
+
+def kernel_config(row_budget: int) -> KernelConfig:
+    """Returns the blocks for all micro-batches of a run: they decide orders of sums.
+
+    Searched offline on an H200 (bf16, torch 2.11, Triton 3.6) for up to and for more than 2048
+    rows: `backward_up` takes 74 us where one set of blocks for all budgets took 83.
+
+    Args:
+        row_budget: `RowGroups.row_budget`.
+    """
+    return _FEW_ROWS if row_budget <= 2048 else _MANY_ROWS
 
 
 def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
@@ -66,8 +152,8 @@ def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
         plan.pair_end[pair],
         slot,
         plan.pair_chunks[pair, target],
-        np.array(plan.layout.b_begin, dtype=np.int64)[slot, target],
-        np.array(plan.layout.a_begin, dtype=np.int64)[slot, target],
+        plan.b_begin[slot, target],
+        plan.a_begin[slot, target],
         RANK_CHUNK * chunks,
         block * block_rows,
     )
@@ -81,13 +167,6 @@ def up_items(plan: PlanTensors, block_rows: int) -> ItemList:
     for p in range(targets + 1):
         headers[:, p] = begins[p : p + blocks * targets : targets]
     return ItemList(items=np.concatenate([headers, records[used][order]]), workspace=0)
-
-
-def up_bounds(plan: PlanTensors, block_rows: int) -> ItemBounds:
-    """Bounds of `up_items` over all micro-batches."""
-    blocks = -(-plan.num_rows // block_rows)
-    records = (blocks + min(len(plan.layout.ranks), plan.num_rows)) * plan.layout.num_targets
-    return ItemBounds(items=blocks + records, workspace=0)
 
 
 RANK_PRODUCT, OUTER_PRODUCT = 0, 1
@@ -104,17 +183,14 @@ def down_items(
         depth: features K.
         window: of the rows that count; s must be 0 in the others already.
     """
-    chunks = plan.slot_chunks.sum(axis=1)
-    a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
     split = -(-depth // config.splits)
     split = -(-split // config.block_depth) * config.block_depth
     items = _rank_products(
         plan,
-        chunks=chunks[plan.pair_slot],
-        weight_rows=a_rows[plan.pair_slot],
+        config,
+        chunks=plan.row_chunks[plan.pair_slot],
+        weight_rows=plan.a_begin[plan.pair_slot, 0],
         before=np.zeros_like(plan.pair_slot),
-        block_rows=config.block_rows,
-        tile_chunks=config.rank_tile // RANK_CHUNK,
         depth=depth,
         split_depth=split,
         target=0,
@@ -137,29 +213,25 @@ def backward_up_items(
     Args:
         columns: N of each target.
     """
-    tile = config.rank_tile // RANK_CHUNK
-    products, outers = [], []
+    products, outers, rows = [], [], (0, plan.num_rows)
     for p, num_columns in enumerate(columns):
-        b_rows = np.array([slot[p] for slot in plan.layout.b_begin], dtype=np.int64)
         products.append(
             _rank_products(
                 plan,
+                config,
                 chunks=plan.slot_chunks[plan.pair_slot, p],
-                weight_rows=b_rows[plan.pair_slot],
+                weight_rows=plan.b_begin[plan.pair_slot, p],
                 before=plan.slot_chunks[plan.pair_slot, :p].sum(axis=1),
-                block_rows=config.block_rows,
-                tile_chunks=tile,
                 depth=num_columns,
                 split_depth=config.split_columns,
                 target=p,
             )
         )
-        a_rows = np.array([slot[p] for slot in plan.layout.a_begin], dtype=np.int64)
-        outers.append(_outer_products(plan, config, plan.slot_chunks[:, p], a_rows, num_columns, p))
+        outers.append(_outer_products(plan, config, plan.slot_chunks[:, p], num_columns, p, rows))
     first = _numbered(np.concatenate(products), config.block_rows)
     second = _grouped(outers, config.block_columns, first.workspace, len(first.items))
     items = np.concatenate([first.items, second.items])
-    borders = _runs(plan, config.rows_per_run, (0, plan.num_rows))[1].parts
+    borders = plan.runs(config.rows_per_run, rows)[1].parts
     return ItemList(items=_by_region(items, config), workspace=second.workspace, borders=borders)
 
 
@@ -167,21 +239,18 @@ def backward_down_items(
     plan: PlanTensors, config: BackwardDownConfig, depth: int, window: tuple[int, int]
 ) -> ItemList:
     """Items of `dA += dS^T drop(x)` over the rows of a window."""
-    a_rows = np.array([slot[0] for slot in plan.layout.a_begin], dtype=np.int64)
-    chunks = plan.slot_chunks.sum(axis=1)
-    outer = _outer_products(plan, config, chunks, a_rows, depth, 0, window)
+    outer = _outer_products(plan, config, plan.row_chunks, depth, 0, window)
     found = _grouped([outer], config.block_columns, 0, 0)
-    return replace(found, borders=_runs(plan, config.rows_per_run, window)[1].parts)
+    return replace(found, borders=plan.runs(config.rows_per_run, window)[1].parts)
 
 
 def _rank_products(
     plan: PlanTensors,
+    config: DownConfig | BackwardUpConfig,
     *,
     chunks: Array,
     weight_rows: Array,
     before: Array,
-    block_rows: int,
-    tile_chunks: int,
     depth: int,
     split_depth: int,
     target: int,
@@ -191,6 +260,7 @@ def _rank_products(
     Args:
         before: chunks of the slot before the first one of these.
     """
+    block_rows, tile_chunks = config.block_rows, config.rank_tile // RANK_CHUNK
     blocks = ROW_TILE // block_rows
     passes = -(-chunks // tile_chunks)
     pair, position = spread(passes * blocks)
@@ -202,7 +272,7 @@ def _rank_products(
     pair, block, rank_pass, hit = pair[owner], block[owner], rank_pass[owner], hit[owner]
     first = rank_pass * tile_chunks
     slot = plan.pair_slot[pair]
-    row_chunks = plan.slot_chunks[slot].sum(axis=1)
+    row_chunks = plan.row_chunks[slot]
     place = plan.row_form[slot] + (row0[owner] - plan.slot_begin[slot]) * row_chunks
     begin = np.where(hit, split * split_depth, 0)
     fields = (
@@ -243,14 +313,12 @@ def _outer_products(
     plan: PlanTensors,
     config: BackwardUpConfig | BackwardDownConfig,
     chunks: Array,
-    gradient_rows: Array,
     num_columns: int,
     target: int,
-    window: tuple[int, int] | None = None,
+    window: tuple[int, int],
 ) -> Array:
-    """Returns blocks of columns of each run; `chunks` and `gradient_rows` have an entry a slot."""
-    window = (0, plan.num_rows) if window is None else window
-    run, borders = _runs(plan, config.rows_per_run, window)
+    """Returns blocks of columns of each run; `chunks` has an entry a slot."""
+    run, borders = plan.runs(config.rows_per_run, window)
     held = chunks[run[:, 0]] > 0
     slot, begin, end, part, parts, _ = run[held].T
     block = config.block_columns
@@ -265,7 +333,7 @@ def _outer_products(
     first = rank_pass * tile
     # A part's items lie as far behind those of part 0 as all the parts between have items.
     group = position + (np.cumsum(passes * per_pass) - passes * per_pass)[owner - part[owner]]
-    row_chunks = plan.slot_chunks[slot].sum(axis=1)
+    row_chunks = plan.row_chunks[slot]
     place = plan.row_form[slot] + (begin[owner] - plan.slot_begin[slot]) * row_chunks
     fields = (
         begin[owner],
@@ -273,7 +341,7 @@ def _outer_products(
         0,
         place + plan.slot_chunks[slot, :target].sum(axis=1) + first,
         RANK_CHUNK * np.minimum(chunks[slot] - first, tile),
-        gradient_rows[slot] + RANK_CHUNK * first,
+        plan.a_begin[slot, target] + RANK_CHUNK * first,
         column,
         np.minimum(column + width[owner], num_columns),
         part[owner],
@@ -289,11 +357,6 @@ def _outer_products(
         borders.places[held][owner],
     )
     return item_array(fields, len(owner))
-
-
-def _runs(plan: PlanTensors, rows_per_run: int, window: tuple[int, int]) -> tuple[Array, Borders]:
-    table = run_table(row_runs(plan.ends, plan.layout, rows_per_run, window, plan.cuts))
-    return table, portion_borders(table)
 
 
 def _grouped(lists: Sequence[Array], block: int, workspace: int, counters: int) -> ItemList:
@@ -318,57 +381,3 @@ def _by_region(items: Array, config: BackwardUpConfig) -> Array:
     column = np.where(outer, items[:, 6], items[:, _DEPTH0]) // config.split_columns
     idle = ~outer & (items[:, _DEPTH1] == 0)
     return items[np.lexsort((column, items[:, 14], row, idle))]
-
-
-def down_bounds(plan: PlanTensors, config: DownConfig, depth: int) -> ItemBounds:
-    """Bounds of `down_items` over all micro-batches."""
-    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
-    return _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, config.splits)
-
-
-def backward_up_bounds(
-    plan: PlanTensors, config: BackwardUpConfig, columns: Sequence[int]
-) -> ItemBounds:
-    """Bounds of `backward_up_items` over all micro-batches."""
-    items = workspace = 0
-    for p, num_columns in enumerate(columns):
-        chunks = int(plan.slot_chunks[:, p].max(initial=0))
-        splits = -(-num_columns // config.split_columns)
-        down = _rank_bounds(plan, chunks, config.block_rows, config.rank_tile, splits)
-        outer = _outer_bounds(plan, config, chunks, num_columns)
-        items += down.items + outer.items
-        workspace += down.workspace + outer.workspace
-    return ItemBounds(items=items, workspace=workspace)
-
-
-def backward_down_bounds(plan: PlanTensors, config: BackwardDownConfig, depth: int) -> ItemBounds:
-    """Bounds of `backward_down_items` over all micro-batches."""
-    chunks = int(plan.slot_chunks.sum(axis=1).max(initial=0))
-    return _outer_bounds(plan, config, chunks, depth)
-
-
-def _rank_bounds(
-    plan: PlanTensors, chunks: int, block_rows: int, rank_tile: int, splits: int
-) -> ItemBounds:
-    slots = min(len(plan.layout.ranks), plan.num_rows)
-    hits = -(-plan.num_rows // block_rows) + slots
-    passes = -(-chunks * RANK_CHUNK // rank_tile)
-    blocks = plan.max_pairs * (ROW_TILE // block_rows)
-    units = hits * splits * chunks * RANK_CHUNK * block_rows // WORKSPACE_UNIT
-    return ItemBounds(items=passes * (blocks + hits * (splits - 1)), workspace=units)
-
-
-def _outer_bounds(
-    plan: PlanTensors, config: BackwardUpConfig | BackwardDownConfig, chunks: int, columns: int
-) -> ItemBounds:
-    # A slot of n rows has at most `n / rows_per_run + 1` runs; if several, twice the quotient.
-    block, num_rows = config.block_columns, plan.num_rows
-    runs = num_rows // config.rows_per_run + min(len(plan.layout.ranks), num_rows)
-    passes = -(-chunks * RANK_CHUNK // config.rank_tile)
-    padded = -(-columns // block) * block
-    widest = max(block, config.item_size // config.rows_per_run // block * block)
-    full = 2 * (num_rows // config.rows_per_run) * -(-padded // widest)
-    blocks = full + 2 * num_rows * padded // max(config.item_size, 1) + runs
-    several = 2 * num_rows // config.rows_per_run
-    units = several * chunks * RANK_CHUNK * padded // WORKSPACE_UNIT
-    return ItemBounds(items=passes * blocks, workspace=units)

@@ -19,12 +19,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=["kernel" if INTERPRETED else "torch"])
-def step(request: pytest.FixtureRequest) -> Step:
-    if request.param == "torch":
-        return fused_adamw
-    from tlora_megatron.ops.adamw_triton import launch_adamw
-
-    return launch_adamw
+def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Step:
+    if request.param == "kernel":
+        monkeypatch.setenv("TLORA_KERNELS", "triton")
+    return fused_adamw
 
 
 @pytest.mark.parametrize("tensor_clip", [False, True], ids=["number", "tensor"])

@@ -157,7 +157,7 @@ def test_units_of_the_gemm_cover_every_row_once(columns_out: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_sums_cover_every_gradient_once(name: str) -> None:
     from tlora_megatron.ops.experts.cuda import sum_entries
-    from tlora_megatron.ops.experts.factors import rank_tables
+    from tlora_megatron.ops.experts.triton_tiles import rank_tables
 
     case = branch_case(CASES[name], torch.float32)
     tables = rank_tables(case.factors)

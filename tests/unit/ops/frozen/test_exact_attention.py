@@ -249,12 +249,13 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_works_lie_between_a_fork_and_a_join(told: list[str]) -> None:
-    works = [partial(told.append, f"work {index}") for index in range(4)]
-    run_beside_each_other(works, torch.device("cuda", 0), 3)
+    works = [partial(told.append, f"work {index}") for index in range(5)]
+    run_beside_each_other(works, torch.device("cuda", 0))
     assert told == [
-        "main forks", "a waits for fork", "b waits for fork",
-        "on main", "work 0", "on a", "work 1", "on b", "work 2", "on main", "work 3",
-        "main waits for a", "main waits for b",
+        "main forks", "a waits for fork", "b waits for fork", "c waits for fork",
+        "on main", "work 0", "on a", "work 1", "on b", "work 2", "on c", "work 3",
+        "on main", "work 4",
+        "main waits for a", "main waits for b", "main waits for c",
     ]  # fmt: skip
 
 
@@ -262,12 +263,12 @@ def test_streams_join_when_a_work_fails(told: list[str]) -> None:
     """Or memory of the current stream would be given out while another one writes it."""
     works = [partial(told.append, "work 0"), partial(divmod, 1, 0)]
     with pytest.raises(ZeroDivisionError):
-        run_beside_each_other(works, torch.device("cuda", 0), 4)
+        run_beside_each_other(works, torch.device("cuda", 0))
     assert told[-2:] == ["on a", "main waits for a"]
 
 
 def test_one_work_needs_no_other_stream(told: list[str]) -> None:
-    run_beside_each_other([partial(told.append, "work")], torch.device("cuda", 0), 4)
+    run_beside_each_other([partial(told.append, "work")], torch.device("cuda", 0))
     assert told == ["work"]
 
 

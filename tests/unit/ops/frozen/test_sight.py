@@ -14,6 +14,7 @@ from tlora_megatron.ops.frozen import packed_attention
 from tlora_megatron.ops.frozen.packed_attention import (
     WHOLE,
     CumulativeLengths,
+    Flash,
     Sight,
     attend_documents_vjp,
     attend_spans,
@@ -169,5 +170,6 @@ def test_kernels_without_sinks_go_back_with_them(
     sight = WHOLE if kind == "neither" else sight_of(kind)
     begins = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     lengths = CumulativeLengths(begins, begins, max(LENGTHS), max(LENGTHS))
-    out, back = packed_attention.varlen_attention_vjp(*tensors, lengths, SCALE, sight)
-    assert_same((out, *back(grad)), expected_of(tensors, grad, sight))
+    flash = Flash(lengths, SCALE, sight)
+    saved = flash.forward(*tensors)
+    assert_same((saved[3], *flash.backward(grad, saved)), expected_of(tensors, grad, sight))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,17 +17,10 @@ from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
     ROW_TILE,
-    BackwardUpConfig,
-    DownConfig,
-    KernelConfig,
     RankLayout,
-    UpConfig,
-    kernel_config,
-    max_chunks,
     portion_borders,
     rank_chunks,
     row_runs,
-    run_table,
     tile_plan,
 )
 
@@ -140,29 +133,12 @@ def test_runs_and_borders_of_portions_are_those_of_each_alone(
             ]
             part += len(alone)
     assert [tuple(run[:4]) for run in runs] == expected
-    table = run_table(runs)
-    found = portion_borders(table)
+    found = portion_borders(np.array(runs, dtype=np.int64).reshape(len(runs), 6))
     assert found.parts.tolist() == borders
     for run, count, place in zip(runs, found.counts, found.places, strict=True):
         own = [r for r in runs if r.slot == run.slot]
         changes = [b.part for a, b in itertools.pairwise(own) if a.portion != b.portion]
         assert found.parts[place : place + count].tolist() == changes
-
-
-@given(cases())
-@fast
-def test_max_chunks_is_never_exceeded(case: Case) -> None:
-    ends, layout = case
-    assert tile_plan(ends, layout).num_chunks <= max_chunks(ends[-1], layout)
-
-
-@pytest.mark.parametrize("num_slots", [1, 3])
-def test_max_chunks_is_not_far_off(num_slots: int) -> None:
-    """Segments of one rank that straddle as many tiles as they can take most of the room."""
-    layout = RankLayout(ranks=((16, 64),) * num_slots)
-    ends = (*(1 + 513 * (i + 1) for i in range(num_slots)),)
-    plan = tile_plan((*ends, ends[-1]), layout)
-    assert max_chunks(ends[-1], layout) <= 2 * plan.num_chunks
 
 
 H100_CLUSTERS = 66
@@ -227,31 +203,3 @@ def test_is_supported(
     assert is_supported(factors) is supported
     factors.is_aligned = False
     assert not is_supported(factors)
-
-
-def test_runs_of_many_rows_get_the_defaults() -> None:
-    assert kernel_config(2049) == KernelConfig()
-
-
-def test_runs_of_few_rows_have_more_warps_backward() -> None:
-    few, many = kernel_config(2048), KernelConfig()
-    assert few == kernel_config(1)
-    assert few.backward_up.num_warps == few.backward_down.num_warps == 8
-    assert (few.down, few.up) == (many.down, many.up)
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ({"down": DownConfig(splits=0)}, r"down\.splits must be at least 1, got 0"),
-        ({"down": DownConfig(block_rows=96)}, r"down\.block_rows must be a power of two, got 96"),
-        ({"up": UpConfig(block_rows=512)}, r"up\.block_rows must divide 256, got 512"),
-        (
-            {"backward_up": BackwardUpConfig(split_columns=100)},
-            r"backward_up\.split_columns must be a multiple of 128, got 100",
-        ),
-    ],
-)
-def test_invalid_blocks_are_refused(parts: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KernelConfig(**parts)

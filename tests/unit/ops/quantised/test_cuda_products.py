@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.cuda_cases import STRUCTS
 from tests.helpers.kernel_case import make_case, make_rows
 from tlora_megatron.ops.lora import cuda_calls
-from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Arenas, GemmTile
+from tlora_megatron.ops.lora.cuda_arguments import Arenas, GemmTile
 from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart
 from tlora_megatron.ops.lora.cuda_ops import CudaOps, RankedBase
 from tlora_megatron.ops.lora.linear_ops import OutputColumns

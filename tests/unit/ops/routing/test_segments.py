@@ -183,7 +183,7 @@ def test_kernels_are_cut_for_the_budget_of_the_run(options: dict[str, int], expe
 @RUNS
 @pytest.mark.parametrize("first", [0, 1, 333])
 def test_the_kernel_adds_a_run_in_an_order_of_its_own(first: int) -> None:
-    module = importlib.import_module("tlora_megatron.ops.segment_sums_triton")
+    module = importlib.import_module("tlora_megatron.ops.frozen.cross_entropy_triton")
     generator = torch.Generator().manual_seed(0)
     own = torch.rand(2500, generator=generator)
     values = torch.cat([torch.rand(first, generator=generator), own, torch.tensor([torch.nan])])

@@ -31,9 +31,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows
+from tlora_megatron.ops.experts.branch import (
+    ExpertFactors,
+    ExpertRuns,
+    OuterFactors,
+    OuterSide,
+    PlacedRows,
+)
 from tlora_megatron.ops.experts.choice import add_gradients, expand, scale, shrink
-from tlora_megatron.ops.experts.factors import OuterFactors, OuterSide
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import gather_rows

@@ -40,11 +40,11 @@ from tlora_megatron.ops.experts.branch import (
     ExpertOps,
     ExpertRuns,
     ExpertTarget,
+    OuterFactors,
     PlacedRows,
     TorchExpertOps,
 )
 from tlora_megatron.ops.experts.choice import expert_ops, token_runs
-from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.routing import current_micro_batch
 
 _GROUPED, _SEQUENTIAL = "TEGroupedMLP", "SequentialMLP"

@@ -28,7 +28,13 @@ from torch import Tensor, nn
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import MultiAdapter
 from tlora_megatron.layers.sites import Site
-from tlora_megatron.ops.experts.branch import ExpertFactors, ExpertRuns, PlacedRows, add_biases
+from tlora_megatron.ops.experts.branch import (
+    ExpertFactors,
+    ExpertRuns,
+    OuterFactors,
+    PlacedRows,
+    add_biases,
+)
 from tlora_megatron.ops.experts.choice import (
     InputSums,
     add_gradients,
@@ -38,7 +44,6 @@ from tlora_megatron.ops.experts.choice import (
     scale,
     shrink,
 )
-from tlora_megatron.ops.experts.factors import OuterFactors
 from tlora_megatron.ops.experts.rows import ExpertRows
 from tlora_megatron.ops.frozen.parts import Vjp, swiglu, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView

@@ -21,13 +21,7 @@ from torch import Tensor, nn
 from tlora_megatron.integrations.megatron.layer.modules import built_class, does_more
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.parts import HeadNorms, NormWeight, Vjp
-from tlora_megatron.ops.frozen.rms_norm import (
-    Beside,
-    add_rms_norm,
-    add_rms_norm_vjp,
-    fork_rms_norm,
-    rms_norm,
-)
+from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm, add_rms_norm_vjp
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor, rotate_halves
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
@@ -63,13 +57,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises `[..., hidden_size]`."""
-        return rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, None, self.weight, self.eps)[1]
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream as it is, to be added to, and normalised."""
         if does_more(self):
             return x, self(x)
-        return fork_rms_norm(x, self.weight, self.eps)
+        return add_rms_norm(x, None, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the residual stream with x added, as it is and normalised."""

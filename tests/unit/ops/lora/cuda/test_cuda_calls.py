@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.cuda_cases import STRUCTS
 from tlora_megatron.ops.lora import cuda_calls
-from tlora_megatron.ops.lora.cuda_arguments import STRUCTS, Arenas, Factors, GemmTile, packer
+from tlora_megatron.ops.lora.cuda_arguments import Arenas, Factors, GemmTile, packer
 from tlora_megatron.ops.lora.cuda_calls import Dropout, RankForm, RankPart, SumOperands
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 

@@ -31,10 +31,8 @@ from tests.helpers.kernel_case import (
 from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora import cuda_ops
 from tlora_megatron.ops.lora.linear_ops import are_aligned
-from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.torch_ops import TorchLinear, TorchOps
-from tlora_megatron.ops.routing import Document, pack_micro_batch
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import Document, RowGroups, pack_micro_batch
 
 CPU = torch.device("cpu")
 IN_SIZE = 136
@@ -45,9 +43,9 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SimpleNamespace]]:
     """Makes `Bench`: `CudaOps` of a case with the machine in place of the GPU."""
 
     class Bench(SimpleNamespace):
-        def __init__(self, case: KernelCase, *, graph_safe: bool = False, **machine: int) -> None:
+        def __init__(self, case: KernelCase, **machine: int) -> None:
             super().__init__(case=case, machine=ItemMachine(case.factors, **machine))
-            self.ops = cuda_ops.CudaOps(TorchOps(), graph_safe=graph_safe)
+            self.ops = cuda_ops.CudaOps(TorchOps())
 
         def __call__(
             self,
@@ -245,24 +243,6 @@ def test_nan_in_one_slots_rows_stays_there(poisoned: int, run: type) -> None:
     for name in clean.keys() - {"y", "dx", "s", "ds"}:
         if name[3] != str(poisoned):
             assert torch.equal(clean[name], dirty[name]), name
-
-
-@pytest.mark.parametrize(
-    "other",
-    [(0, 0, 452), (1, 257, 194), (0, 0, 0)],
-    ids=lambda lengths: str(lengths),
-)
-def test_an_update_in_place_is_another_micro_batch(other: tuple[int, ...], run: type) -> None:
-    case, rows, x, dy = make("ragged segments")
-    num_rows = rows.ends[-1]
-    bench = run(case, graph_safe=True)
-    shards = [(0, 200), (200, num_rows)]
-    check(bench(x, dy, rows, shards), reference(case, x, dy, rows))
-    fresh = make_rows(other, num_rows - sum(other))
-    update_plans(rows, fresh, CPU)
-    check(bench(x, dy, rows, shards), reference(case, x, dy, fresh))
-    update_plans(rows, rows, CPU)
-    check(bench(x, dy, rows, shards), reference(case, x, dy, rows))
 
 
 def test_a_plan_keeps_no_activations(run: type) -> None:

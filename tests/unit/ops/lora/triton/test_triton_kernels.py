@@ -40,17 +40,17 @@ from tlora_megatron.ops.exactness import Exactness
 from tlora_megatron.ops.lora import cuda_ops, triton_ops
 from tlora_megatron.ops.lora import triton_parts as triton_gather
 from tlora_megatron.ops.lora.linear_ops import SiteFactors, are_aligned
-from tlora_megatron.ops.lora.plan_tensors import update_plans
 from tlora_megatron.ops.lora.rank_places import gather_or_zero
-from tlora_megatron.ops.lora.tiling import (
+from tlora_megatron.ops.lora.triton_ops import TritonOps
+from tlora_megatron.ops.lora.triton_work_items import (
     BackwardDownConfig,
     BackwardUpConfig,
     DownConfig,
     KernelConfig,
     UpConfig,
+    kernel_config,
 )
-from tlora_megatron.ops.lora.triton_ops import TritonOps
-from tlora_megatron.ops.row_groups import RowGroups
+from tlora_megatron.ops.routing import RowGroups
 
 K = 80
 SMALL = KernelConfig(
@@ -191,7 +191,8 @@ def test_the_branch_reads_what_the_cuda_kernels_write(monkeypatch: pytest.Monkey
     rows, factors = make_rows(lengths, padding), case.factors
     x, dy = operands(case, rows.ends[-1])
     machine = ItemMachine(factors)
-    bound = cuda_ops.CudaOps(TritonOps(), up_config=SMALL.up).bind(factors, rows)
+    monkeypatch.setattr(cuda_ops, "UP_BLOCKS", SMALL.up)
+    bound = cuda_ops.CudaOps(TritonOps()).bind(factors, rows)
     for name in ("rank_rows", "multiprocessors"):
         monkeypatch.setattr(cuda_ops, name, getattr(machine, name))
     begin, end = window = (40, 170)
@@ -320,6 +321,17 @@ def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.Monkey
             assert torch.equal(found[0][name], found[2][name]), name
 
 
+def test_runs_of_many_rows_get_the_defaults() -> None:
+    assert kernel_config(2049) == KernelConfig()
+
+
+def test_runs_of_few_rows_have_more_warps_backward() -> None:
+    few, many = kernel_config(2048), KernelConfig()
+    assert few == kernel_config(1)
+    assert few.backward_up.num_warps == few.backward_down.num_warps == 8
+    assert (few.down, few.up) == (many.down, many.up)
+
+
 def test_blocks_follow_the_budget_of_rows() -> None:
     """Not the rows of the micro-batch: blocks decide orders of sums."""
     case = make_case([[16]], WHOLE, K, dtype=torch.float32)
@@ -351,31 +363,3 @@ def test_windows_of_rows_add_up() -> None:
     for name in parts:
         if name.startswith("dA"):
             torch.testing.assert_close(parts[name], whole[name], rtol=1e-4, atol=1e-4, msg=name)
-
-
-@interpreted
-def test_tables_take_other_segments_in_place() -> None:
-    case, rows, x, dy = made("q k v", make_rows((5, 70, 40, 9)))
-    ops = TritonOps(config=SMALL, graph_safe=True)
-    compare(run(ops, case, x, dy, rows), reference(case, x, dy, rows), 5e-7)
-    tables = ops.bind(case.factors, rows).plan
-    address = tables["chunks"].data_ptr()
-    for lengths in ((40, 0, 1, 83), (0, 0, 0, 0)):
-        other = make_rows(lengths, padding=124 - sum(lengths))
-        update_plans(rows, other, x.device)
-        with poisoned_memory():
-            actual = run(ops, case, x, dy, rows)
-        compare(actual, reference(case, x, dy, other), 5e-7)
-    assert ops.bind(case.factors, rows).plan["chunks"].data_ptr() == address
-
-
-@interpreted
-def test_tables_refuse_other_sizes() -> None:
-    case = make_case([[4]], WHOLE, K, dtype=torch.float32)
-    rows = make_rows((10,))
-    tables = TritonOps(graph_safe=True).bind(case.factors, rows).plan
-    with pytest.raises(ValueError, match=r"ends must be 2 up to 10 .*, got 2 up to 11"):
-        tables.update((10, 11))
-    exact = TritonOps().bind(case.factors, make_rows((10,))).plan
-    with pytest.raises(ValueError, match="graph_safe=False"):
-        exact.update((5, 10))
