@@ -240,7 +240,7 @@ class TorchExpertOps(ExpertOps):
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> Sequence[Tensor]:
-        """Does what of `backward` needs no x: adds to dx and to gradients of B; returns dS."""
+        """Does what of the way back needs no x: adds to dx and to gradients of B; returns dS."""
         dy_QN, found = dy.spread(), []
         for (run, target), s_QR in zip(_walk(runs, factors), saved, strict=True):
             rows, expert = slice(run.begin, run.end), run.expert

@@ -297,5 +297,6 @@ class _AddBranch(torch.autograd.Function):
         dy = dy.contiguous()
         x = PlacedRows(kept[0].contiguous()) if len(kept) == 1 else SentRows(*kept).placed(len(dy))
         dx = dy.new_zeros(len(dy), x.values_TK.shape[1])
-        ctx.ops.backward(PlacedRows(dy), dx, x, saved, ctx.runs, ctx.factors)
+        ds = ctx.ops.input_backward(PlacedRows(dy), dx, saved, ctx.runs, ctx.factors)
+        ctx.ops.input_sums(ds, x, ctx.runs, ctx.factors)
         return dx, dy, None, None, None, None
