@@ -25,7 +25,7 @@ from scripts.bench.harness.arguments import bench_parser
 from scripts.bench.harness.clock import wait_for_device
 from scripts.bench.harness.rows import append_rows, gpu_name
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
-from tlora_megatron.layers.slab import initial_factors
+from tlora_megatron.layers.slab import factor_names, initial_factor
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.values import Prompt, SamplerLimits, SamplingParams
@@ -73,7 +73,7 @@ def _adapters(root: Path, base: Mapping[str, Any], count: int) -> list[str]:
     lora = LoraSpec(rank=16, alpha=32.0, target_modules=HF_TARGETS)
     folders = [root / f"adapter{number}" for number in range(count)]
     for seed, folder in enumerate(folders):
-        factors = initial_factors(spec, lora, seed)
+        factors = {n: initial_factor(spec, n, lora, seed) for n in factor_names(spec, lora)}
         export_adapter(
             folder, lora=lora, factors=factors, model=spec, base_model="base", dtype=torch.bfloat16
         )

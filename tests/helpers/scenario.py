@@ -22,7 +22,7 @@ from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.schema import RunConfig
-from tlora_megatron.layers.slab import initial_factors
+from tlora_megatron.layers.slab import factor_names, initial_factor
 from tlora_megatron.model.backbone import LinearsSpec, over_base
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
@@ -131,7 +131,7 @@ def job_alone(
     data = load_job_data(job, load_tokenizer(base), spec.vocab_size)
     plan = BatchPlan.for_job(job, len(data.train))
     batches = [[data.train[i] for i in plan.indices(step)] for step in range(plan.num_steps)]
-    factors = initial_factors(spec, job.lora, job.seed)
+    factors = {n: initial_factor(spec, n, job.lora, job.seed) for n in factor_names(spec, job.lora)}
     return cached_train_alone(base, job, factors, batches, quantised)
 
 

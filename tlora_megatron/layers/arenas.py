@@ -315,10 +315,9 @@ adapter that shares none."""
 
 def make_outer_copy(layout: SlabLayout, dtype: torch.dtype, device: torch.device) -> OuterCopy:
     """Allocates the copies of an adapter's factors on routed experts, zeros."""
-    lora = layout.lora
-    factors = [f for f in layout.factors if f.shard.target in lora.expert_targets]
-    if not lora.shares_outer:
+    if not layout.lora.shares_outer:
         return {}
+    factors = [f for f in layout.factors if f.shard.target in layout.lora.expert_targets]
     flat = torch.zeros(sum(factor.numel for factor in factors), dtype=dtype, device=device)
     parts = flat.split_with_sizes([factor.numel for factor in factors])
     pairs = zip(factors, parts, strict=True)

@@ -267,11 +267,6 @@ def _drawn(shape: tuple[int, ...], name: str, seed: int, *, is_block: bool = Fal
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def initial_factors(spec: Backbone, lora: LoraSpec, seed: int) -> Mapping[str, Tensor]:
-    """Returns all whole factors of a fresh adapter by canonical name."""
-    return {name: initial_factor(spec, name, lora, seed) for name in factor_names(spec, lora)}
-
-
 class WholeTensor(NamedTuple):
     """A whole canonical tensor, whose parts lie in flat CPU buffers of the model-parallel ranks."""
 

@@ -12,8 +12,7 @@ def count(
 ) -> int:
     """Returns an integer; null, or no key, means `default` if there is one."""
     value = values.get(key)
-    if value is None and default is not None:
-        value = default
+    value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{key} must be an integer of at least {least}, got {value!r}")
     return value

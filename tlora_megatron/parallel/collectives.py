@@ -167,6 +167,7 @@ class TensorCollectives(Protocol):
 
     def prepare(self, num_lanes: int) -> None:
         """Makes lanes 0 to `num_lanes` - 1 usable; all processes call it. Waits for the device."""
+        return  # most need nothing
 
     def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         """Returns the sum over the group, `[T, H]`; x may be overwritten and returned."""

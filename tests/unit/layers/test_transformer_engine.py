@@ -10,15 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers.te_stand_in import Engine, Quantizer
-from tlora_megatron.layers import transformer_engine
+from tlora_megatron.layers import transformer_engine as te
 from tlora_megatron.layers.multi_adapter import make_multi_adapter
-from tlora_megatron.layers.transformer_engine import (
-    Fp8Base,
-    TEProductMixin,
-    te_base,
-    why_not_fp8,
-    why_not_te_product,
-)
 
 
 class _Wrapper(nn.Module):
@@ -73,10 +66,10 @@ def test_what_keeps_the_product(linear: Any, changes: dict[str, Any], reason: st
     for name, value in changes.items():
         setattr(linear, name, value)
     for _ in range(2):  # with adapters too
-        found = why_not_te_product(linear)
+        found = te.why_not_te_product(linear)
         assert (found is None) == (reason is None), found
         assert (reason or "") in (found or "")
-        make_multi_adapter(linear, TEProductMixin)
+        make_multi_adapter(linear, te.TEProductMixin)
 
 
 class Linear(nn.Module):
@@ -106,7 +99,7 @@ class Linear(nn.Module):
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     engine = Engine()
-    monkeypatch.setattr(transformer_engine, "_engine", lambda: engine)
+    monkeypatch.setattr(te, "_engine", lambda: engine)
     return engine
 
 
@@ -114,7 +107,7 @@ def test_products_and_a_weight_that_is_quantised_once(engine: Engine) -> None:
     linear, x, dy = Linear(), torch.randn(5, 4), torch.randn(5, 3)
     for _ in range(3):
         linear.is_first_microbatch = True  # Megatron sets it at every step
-        base, onto = Fp8Base(linear), torch.ones(5, 3)
+        base, onto = te.Fp8Base(linear), torch.ones(5, 3)
         y = base.forward(x, onto)
         assert y is onto
         torch.testing.assert_close(y, 1 + x @ linear.weight.t())
@@ -126,10 +119,10 @@ def test_products_and_a_weight_that_is_quantised_once(engine: Engine) -> None:
 
 def test_other_weights_are_quantised_anew(engine: Engine) -> None:
     linear, x = Linear(), torch.randn(5, 4)
-    Fp8Base(linear).forward(x, None)
+    te.Fp8Base(linear).forward(x, None)
     with torch.no_grad():
         linear.weight.mul_(2)
-    y = Fp8Base(linear).forward(x, None)
+    y = te.Fp8Base(linear).forward(x, None)
     torch.testing.assert_close(y, x @ linear.weight.t())
     assert engine.weights_quantised == 2
 
@@ -137,7 +130,7 @@ def test_other_weights_are_quantised_anew(engine: Engine) -> None:
 def test_delayed_scales_move_once_a_step(engine: Engine) -> None:
     engine.recipe = SimpleNamespace(delayed=lambda: True)
     linears, x, dy = (Linear(), Linear()), torch.randn(5, 4), torch.randn(5, 3)
-    bases = [Fp8Base(linear) for linear in linears]
+    bases = [te.Fp8Base(linear) for linear in linears]
     for base in bases:
         base.forward(x, None)
     for base in reversed(bases):
@@ -146,29 +139,29 @@ def test_delayed_scales_move_once_a_step(engine: Engine) -> None:
     assert engine.steps_ended == 1, "behind the first linear's backward, the last of all"
     for linear in linears:
         linear.is_first_microbatch = True
-        Fp8Base(linear).forward(x, None)
+        te.Fp8Base(linear).forward(x, None)
     assert engine.weights_quantised == 4
 
 
 def test_the_base_is_the_weight_outside_of_fp8(engine: Engine) -> None:
     linear = Linear()
-    assert isinstance(te_base(linear), Fp8Base)
+    assert isinstance(te.te_base(linear), te.Fp8Base)
     engine.on = False
-    assert te_base(linear) is linear.weight
+    assert te.te_base(linear) is linear.weight
     linear.config.fp8 = None
     engine.on = True
-    assert te_base(linear) is linear.weight
+    assert te.te_base(linear) is linear.weight
 
 
 def test_a_repeated_forward_is_in_fp8_too(engine: Engine) -> None:
-    surroundings = transformer_engine.replay_autocast()
+    surroundings = te.replay_autocast()
     engine.on = False
     with surroundings():
-        assert isinstance(te_base(Linear()), Fp8Base)
+        assert isinstance(te.te_base(Linear()), te.Fp8Base)
     assert not engine.on
 
 
 def test_recipes_and_libraries_that_stay_with_the_modules() -> None:
-    assert "fp8_recipe is mxfp8" in (why_not_fp8("mxfp8") or "")
+    assert "fp8_recipe is mxfp8" in (te.why_not_fp8("mxfp8") or "")
     if not torch.cuda.is_available():
-        assert "another than its FP8 was written for" in (why_not_fp8("blockwise") or "")
+        assert "another than its FP8 was written for" in (te.why_not_fp8("blockwise") or "")

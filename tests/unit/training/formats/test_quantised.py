@@ -32,7 +32,7 @@ from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.integrations.megatron import model as backbone
 from tlora_megatron.layers.quantised_linear import quantised_linears
-from tlora_megatron.layers.slab import initial_factors
+from tlora_megatron.layers.slab import factor_names, initial_factor
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.quantisation import base_quantisation, check_block_layout
@@ -291,7 +291,7 @@ def test_a_job_goes_on_over_the_same_codes_or_where_it_may(
 def test_an_adapter_names_its_base_and_peft_reads_it(tmp_path: Path) -> None:
     base = make_tiny_model(tmp_path / "base", "llama", num_hidden_layers=2)
     spec, directory = read_model_spec(base / "config.json"), tmp_path / "adapter"
-    factors = initial_factors(spec, LORA, 0)
+    factors = {n: initial_factor(spec, n, LORA, 0) for n in factor_names(spec, LORA)}
 
     def export(quantisation: QuantisationCard | None) -> None:
         export_adapter(
