@@ -71,19 +71,6 @@ class Rounding:
         return {name: math.sqrt(error / max(of, 1e-30)) for name, (error, of) in sums.items()}
 
 
-def assemble_codes(
-    tensor: RankTensor, source: WeightSource, codes: Tensor, scales: Tensor
-) -> Tensor:
-    """Quantises a rank's tensor into its places; returns the sum of what `put` returns."""
-    sums = []
-    for piece in tensor.pieces:
-        window = slice(piece.begin, piece.begin + piece.width)
-        places = CodePlaces(tensor.units_of(codes)[:, window], tensor.units_of(scales)[:, window])
-        rows = source.read(piece.source, piece.rows)
-        sums.append(places.put(rows.view(*places.scales.shape, -1), piece.cols))
-    return torch.stack(sums).sum(0)
-
-
 logger = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -228,8 +215,14 @@ def draw_base(
         to, of = parameters[tensor.name], scales.get(tensor.name)
         if of is None:
             to.copy_(assemble(tensor, source))
-        else:
-            rounding.add(tensor.name, assemble_codes(tensor, source, to, of))
+            continue
+        sums = []
+        for piece in tensor.pieces:
+            window = slice(piece.begin, piece.begin + piece.width)
+            places = CodePlaces(tensor.units_of(to)[:, window], tensor.units_of(of)[:, window])
+            rows = source.read(piece.source, piece.rows)
+            sums.append(places.put(rows.view(*places.scales.shape, -1), piece.cols))
+        rounding.add(tensor.name, torch.stack(sums).sum(0))
     return rounding
 
 

@@ -289,17 +289,14 @@ class RoundPacker:
         """
         longest = max((item.length for queue in queues for item in queue), default=0)
         if self._recompute is not None and self.groups.layout.pp_size > 1:
-            return self._lightest_capacity(self._recompute, longest)
+            # A pipeline's micro-batches are of one length, so of one recompute.
+            longest = max((longest, *(tokens or 0 for tokens in self.portion_tokens)))
+            room = self._recompute.room_around(longest + self._nano_padding) - self._nano_padding
+            return min(room, self.micro_batch_tokens)
         if not self.shape.fills_budget or self.num_nano_batches == 1:
             return self.micro_batch_tokens
         room = self.micro_batch_tokens - min(self._nano_padding, self.micro_batch_tokens // 8)
         return room if longest <= room else self.micro_batch_tokens
-
-    def _lightest_capacity(self, table: RecomputeTable, longest: int) -> int:
-        """Tokens of a pipeline's micro-batches, which are of one length, so of one recompute."""
-        longest = max((longest, *(tokens or 0 for tokens in self.portion_tokens)))
-        room = table.room_around(longest + self._nano_padding) - self._nano_padding
-        return min(room, self.micro_batch_tokens)
 
     @property
     def _nano_padding(self) -> int:
