@@ -25,7 +25,8 @@ from tests.helpers import user_models
 from tests.helpers.variants import end_world, layout_of, options_of
 from tlora_megatron.integrations.megatron.built.model import install_packed_attention
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
-from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine, check_engine_isolation
+from tlora_megatron.integrations.megatron_lm.engine import MegatronLmEngine
+from tlora_megatron.integrations.megatron_lm.session import check_engine_isolation
 
 SEQ_LENGTH = 96
 

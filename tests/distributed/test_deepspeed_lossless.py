@@ -13,12 +13,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed")
 
 from tests.helpers.block_jobs import BLOCK_JOBS
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
-from tests.helpers.scenario import (
-    JOBS,
-    assert_run_equals_oracle,
-    make_scenario,
-    take_fingerprint,
-)
+from tests.helpers.scenario import JOBS, assert_run_equals_oracle, make_scenario, take_fingerprint
 from tests.helpers.scenario_worlds import entry
 
 NAMES = tuple(job["name"] for job in JOBS)

@@ -11,13 +11,7 @@ import torch
 from tests.helpers.expert_jobs import LORA, SHARED, expert_jobs
 from tests.helpers.oracle import OracleResult
 from tests.helpers.resident_case import Command, Resident, resident
-from tests.helpers.scenario import (
-    NUM_STEPS,
-    assert_equals_oracle,
-    exported,
-    losses,
-    oracle_of,
-)
+from tests.helpers.scenario import NUM_STEPS, assert_equals_oracle, exported, losses, oracle_of
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.sampling.adapters import read_checkpoint
 

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.ops.routing import use_micro_batch
@@ -151,9 +152,8 @@ class Bench:
         overlap = None
         if variant.count > 1:
             if variant.mechanism not in self._overlaps:
-                self.run.engine.nano_batches.use(make(variant.mechanism))
-                overlap = self.run.engine.nano_batches.overlap
-                assert overlap is not None, "the decoder cannot be cut"
+                overlap = Overlap(1, make(variant.mechanism), self.device)
+                stagger(self.decoder, overlap)
                 self._overlaps[variant.mechanism] = overlap
             overlap = self._overlaps[variant.mechanism]
             overlap.num_nano_batches = variant.count

@@ -134,7 +134,11 @@ def load_deepspeed_config(
             directory.
         trainer: what "auto" means; None = this package's defaults, and no "auto" in the section.
     """
-    document, folder = _read(source)
+    if isinstance(source, dict):
+        document, folder = copy.deepcopy(source), Path.cwd()
+    else:
+        document = read_document(Path(source), "DeepSpeed's JSON")
+        folder = Path(source).resolve().parent
     section, folder = _section(document, folder)
     _refuse_open_layout(document)
     defaults, asked, taken = take_job_defaults(document)
@@ -156,19 +160,11 @@ def load_deepspeed_config(
         section, folder, output_dir=output_dir, targets=None, base_model=base_model
     )
     refuse_quantization(config.base_model, "DeepSpeed")
-    if config.run.recompute not in ("none", "full"):
-        raise must("run.recompute", "be none or full under DeepSpeed", config.run.recompute)
-    config, changed = _without_nano_batches(config)
-    zero, offloads = _zero_section(document)
-    stage, tp_size = zero.get("stage", 0), _tp_size(document)
+    zero, tp_size = dict(document.get("zero_optimization", {})), _tp_size(document)
+    stage, offloads = zero.get("stage", 0), zero.pop("offload_optimizer", {}).get("device") == "cpu"
+    config, changed = _as_engine_runs(config, stage)
     if stage != 3 and (zero.get("offload_param") or {}).get("device", "none") != "none":
         changed.append("zero_optimization.offload_param has no effect below stage 3")
-    if stage == 3 and config.run.round_depth != 1:
-        config = replace(config, run=replace(config.run, round_depth=1))
-        changed.append(
-            "run.round_depth has no effect with ZeRO 3, whose ranks gather each layer together: "
-            "rounds hold one micro-batch a rank, balanced by tokens"
-        )
     if config.run.deterministic:
         _refuse_what_neighbours_decide(stage, tp_size)
     return DeepSpeedConfig(
@@ -181,13 +177,6 @@ def load_deepspeed_config(
     )
 
 
-def _read(source: str | Path | dict[str, Any]) -> tuple[dict[str, Any], Path]:
-    """Returns a copy of the JSON and the folder where its paths start."""
-    if isinstance(source, dict):
-        return copy.deepcopy(source), Path.cwd()
-    return read_document(Path(source), "DeepSpeed's JSON"), Path(source).resolve().parent
-
-
 def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Adds what holds under DeepSpeed to the section; the section's own values come first."""
     if defaults and isinstance(section.get("defaults", {}), dict):
@@ -195,7 +184,12 @@ def _join(section: dict[str, Any], defaults: dict[str, Any]) -> None:
     refuse_replicas(section.get("parallel"), "DeepSpeed")
     if "parallel" in section:
         raise ConfigError("tlora must not hold parallel: tensor_parallel.autotp_size says it")
-    _set_portions(section)
+    run = section.setdefault("run", {})
+    if isinstance(run, dict) and "portion_tokens" not in run and not run.get("deterministic"):
+        # Portions make a job's bits independent of its neighbours; `deterministic` has its own.
+        tokens = run.get("micro_batch_tokens", _MICRO_BATCH_TOKENS)
+        if isinstance(tokens, int):
+            run["portion_tokens"] = max(1, tokens // 4)
 
 
 def _agreed_base(
@@ -229,15 +223,23 @@ def _check_bf16(
         raise must("TrainingArguments.bf16", f"agree with the model's {given.dtype}", True, remedy)
 
 
-def _without_nano_batches(config: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Turns `auto` into 1 and refuses other numbers; returns a sentence if it changed anything."""
-    asked = config.run.nano_batches
-    if asked == 1:
-        return config, []
-    if asked != "auto":
-        raise must("run.nano_batches", "be 1 or auto under DeepSpeed", asked)
-    config = replace(config, run=replace(config.run, nano_batches=1))
-    return config, ["run.nano_batches has no effect: DeepSpeed's engine runs batches whole"]
+def _as_engine_runs(config: RunConfig, stage: int) -> tuple[RunConfig, list[str]]:
+    """Refuses or changes what the engine does not do; returns a sentence for each change."""
+    run, changed = config.run, []
+    if run.recompute not in ("none", "full"):
+        raise must("run.recompute", "be none or full under DeepSpeed", run.recompute)
+    if run.nano_batches not in (1, "auto"):
+        raise must("run.nano_batches", "be 1 or auto under DeepSpeed", run.nano_batches)
+    if run.nano_batches == "auto":
+        run = replace(run, nano_batches=1)
+        changed.append("run.nano_batches has no effect: DeepSpeed's engine runs batches whole")
+    if stage == 3 and run.round_depth != 1:
+        run = replace(run, round_depth=1)
+        changed.append(
+            "run.round_depth has no effect with ZeRO 3, whose ranks gather each layer together: "
+            "rounds hold one micro-batch a rank, balanced by tokens"
+        )
+    return replace(config, run=run), changed
 
 
 def _refuse_open_layout(document: dict[str, Any]) -> None:
@@ -263,8 +265,12 @@ def _check_mappings(document: dict[str, Any]) -> None:
     bf16 = document.get("bf16", {}).get("enabled", False)
     if not isinstance(bf16, bool):
         raise must("bf16.enabled", "be true or false", bf16)
-    if not isinstance(zero.get("offload_optimizer", {}), dict):
-        raise must("zero_optimization.offload_optimizer", "be a mapping", zero["offload_optimizer"])
+    offload = zero.get("offload_optimizer", {})
+    if not isinstance(offload, dict):
+        raise must("zero_optimization.offload_optimizer", "be a mapping", offload)
+    place = offload.get("device", "none")
+    if place not in ("none", "cpu"):
+        raise must("zero_optimization.offload_optimizer.device", "be none or cpu", place)
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise must("zero_optimization.stage", "be 0, 1, 2 or 3", stage)
@@ -321,27 +327,6 @@ def _with_tokenizer(given: BaseModelSpec, stated: Any, folder: Path) -> BaseMode
             "tlora.base_model.path must name the directory of the model's tokenizer, got none"
         )
     return given
-
-
-def _set_portions(section: dict[str, Any]) -> None:
-    """Sets a job's portion to a quarter of a micro-batch unless the section says otherwise.
-
-    Portions make a job's bits independent of its neighbours. `run.deterministic` chooses its own.
-    """
-    run = section.setdefault("run", {})
-    if isinstance(run, dict) and "portion_tokens" not in run and not run.get("deterministic"):
-        tokens = run.get("micro_batch_tokens", _MICRO_BATCH_TOKENS)
-        if isinstance(tokens, int):
-            run["portion_tokens"] = max(1, tokens // 4)
-
-
-def _zero_section(document: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Returns the ZeRO section, and whether adapters' state lies in host memory."""
-    zero = dict(document.get("zero_optimization", {}))
-    offload = zero.pop("offload_optimizer", {}).get("device", "none")
-    if offload not in ("none", "cpu"):
-        raise must("zero_optimization.offload_optimizer.device", "be none or cpu", offload)
-    return zero, offload == "cpu"
 
 
 def _refuse_what_neighbours_decide(stage: int, tp_size: int) -> None:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from torch import Tensor, nn
 
-from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.layers.linear import LinearLayout, computes_base, multi_lora_linear
 from tlora_megatron.layers.multi_adapter import MultiAdapter, make_multi_adapter
 from tlora_megatron.layers.sites import Site, stage_sites
@@ -40,22 +39,6 @@ _REFUSED = {
 def has_experts(model: Any) -> bool:
     """Returns True for a model with routed experts, which transformers calls so everywhere."""
     return any("experts" in name.split(".") for name, _ in model.named_modules())
-
-
-def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
-    """Refuses settings that a model with routed experts cannot keep; others pass."""
-    if not has_experts(model):
-        return
-    if config.tp_size > 1:
-        raise ValueError(
-            "tensor_parallel.autotp_size must be 1 over a base with routed experts, which AutoTP "
-            f"does not cut as we need it, got {config.tp_size}"
-        )
-    if config.run.run.deterministic:
-        raise ValueError(
-            "run.deterministic must be false over a base with routed experts: an expert's rows "
-            "come in any number, which moves the last bits, got True"
-        )
 
 
 _IN_LAYER = re.compile(r"(?P<above>.*?)\.(?P<layer>\d+)\.(?P<below>.+)")

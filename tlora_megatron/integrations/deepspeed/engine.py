@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,13 +21,14 @@ from deepspeed.utils import groups as deepspeed_groups
 from torch import Tensor, nn
 
 from tlora_megatron.config.schema import BaseModelSpec
-from tlora_megatron.integrations.deepspeed import discover
 from tlora_megatron.integrations.deepspeed import model as models
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import (
-    check_run_over_experts,
     has_experts,
+    model_spec,
+    pair_linears,
     prepare_linear,
+    sharded_spec,
     weight_shape,
 )
 from tlora_megatron.layers.sites import Site
@@ -45,15 +46,8 @@ from tlora_megatron.training.packing.packing import Item, PackedBatch, Placed, p
 from tlora_megatron.training.run.fingerprint import check_base_of_run
 from tlora_megatron.training.run.training_run import DTYPES
 
-
-class _Scoring(NamedTuple):
-    """The batch that the running forward scores."""
-
-    batch: PackedBatch
-    predict: bool
-
-
-_current: _Scoring | None = None
+_current: tuple[PackedBatch, bool] | None = None
+"""The batch that the running forward scores, and if it predicts."""
 
 
 @contextmanager
@@ -63,7 +57,7 @@ def score(batch: PackedBatch, *, predict: bool = False) -> Iterator[None]:
     With `predict`, fp32 `[1, 2, T]`: losses, and 1 where the label is the first choice.
     """
     global _current
-    _current = _Scoring(batch, predict)
+    _current = batch, predict
     try:
         yield
     finally:
@@ -298,6 +292,22 @@ def base_of_model(model: Any) -> BaseModelSpec:
     return BaseModelSpec(path=model.name_or_path or None, dtype=names[0])
 
 
+def check_run_over_experts(model: Any, config: DeepSpeedConfig) -> None:
+    """Refuses settings that a model with routed experts cannot keep; others pass."""
+    if not has_experts(model):
+        return
+    if config.tp_size > 1:
+        raise ValueError(
+            "tensor_parallel.autotp_size must be 1 over a base with routed experts, which AutoTP "
+            f"does not cut as we need it, got {config.tp_size}"
+        )
+    if config.run.run.deterministic:
+        raise ValueError(
+            "run.deterministic must be false over a base with routed experts: an expert's rows "
+            "come in any number, which moves the last bits, got True"
+        )
+
+
 def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     """Reads the base, unless it is given, and puts it under DeepSpeed; collective."""
     tp_size = config.tp_size
@@ -312,12 +322,12 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
     models.refuse_adapters(model)
     check_run_over_experts(model, config)
     models.turn_dropout_off(model)
-    whole_spec = discover.model_spec(model)
+    whole_spec = model_spec(model)
     plain = model.config._attn_implementation
     deepspeed = models.start_engine(model, config.engine)
     models.check_finite(model)
     groups = current_groups(tp_size)
-    spec = discover.sharded_spec(model, whole_spec, groups)
+    spec = sharded_spec(model, whole_spec, groups)
     models.require_grad_from_embedding(model)
     models.use_packed_attention(model)
     prepare_output_layer(model, spec.vocab_size, groups)
@@ -326,7 +336,7 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
         check_base_of_run(DeepSpeedEngine(model, groups), groups, config.run)
     if config.run.run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    linears = tuple(discover.pair_linears(model, spec, groups))
+    linears = tuple(pair_linears(model, spec, groups))
     for _, module in linears:
         prepare_linear(module)
     return FrozenBase(

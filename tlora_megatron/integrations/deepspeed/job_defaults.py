@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlora_megatron.config.reader import ConfigError, must, show
 
@@ -53,8 +53,9 @@ class _Origins:
 
     taken: dict[str, str] = field(default_factory=dict)
     own: dict[str, list[str]] = field(default_factory=dict)
-    from_json: list[str] = field(default_factory=list)
-    ours: list[str] = field(default_factory=list)
+    from_json: dict[str, None] = field(default_factory=dict)
+    """Keys in the order of their first job, as `ours`."""
+    ours: dict[str, None] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Says where the jobs' values come from; empty if nothing is worth saying."""
@@ -106,11 +107,11 @@ def hand_over(
                 if value.is_set:
                     origins.own.setdefault(value.argument, []).append(_name(entry))
             elif not is_asked and _has(from_json, keys):
-                _note(origins.from_json, key)
+                origins.from_json[key] = None
             elif is_asked or value.is_set or value.fills or not asked_of_all.isdisjoint(keys):
                 _take(entry, key, value, origins)
             else:
-                _note(origins.ours, key)
+                origins.ours[key] = None
     _fill_run(section, values.run, origins)
     told = origins.sentence()
     return [told] if told else []
@@ -169,11 +170,6 @@ def _jobs(section: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _name(entry: Mapping[str, Any]) -> str:
     return str(entry.get("name", "without a name"))
-
-
-def _note(noted: list[str], key: str) -> None:
-    if key not in noted:
-        noted.append(key)
 
 
 def _alternatives(key: str) -> tuple[str, ...]:
@@ -256,19 +252,14 @@ _SCHEDULE_KEYS = ("warmup_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_
 _LR = "optimizer.lr"
 
 
-class JobDefaults(NamedTuple):
-    """The values for jobs that DeepSpeed's own keys give."""
-
-    fields: dict[str, Any]
-    """Fields of a job, nested like one."""
-    asked: frozenset[str]
-    """Dotted fields that are "auto": a trainer's arguments decide them, else this package."""
-    changes: list[str]
-    """A sentence for each key taken."""
-
-
-def take_job_defaults(document: dict[str, Any]) -> JobDefaults:
+def take_job_defaults(
+    document: dict[str, Any],
+) -> tuple[dict[str, Any], frozenset[str], list[str]]:
     """Returns the job fields that a DeepSpeed config sets, or leaves to a trainer, for all jobs.
+
+    Returns:
+        Fields nested like a job; the dotted fields that are "auto", which a trainer's arguments
+        decide, else this package; and a sentence for each key taken.
 
     Raises:
         ConfigError: for an optimizer or scheduler that a job cannot have.
@@ -293,7 +284,7 @@ def take_job_defaults(document: dict[str, Any]) -> JobDefaults:
         if value != AUTO:
             group, _, name = key.partition(".")
             nested.setdefault(group, {})[name] = value
-    return JobDefaults(nested, asked, changes)
+    return nested, asked, changes
 
 
 def _type_and_params(name: str, section: Any) -> tuple[Any, dict[str, Any]]:

@@ -45,14 +45,11 @@ class KeyCache:
         self.shape = shape
         self.num_rows = num_rows
         sizes = (num_rows, shape.num_kv_heads, shape.head_dim)
-
-        def rooms() -> list[Tensor]:
-            return [
-                torch.empty(sizes, dtype=shape.dtype, device=device)
-                for _ in range(shape.num_layers)
-            ]
-
-        self._keys, self._values = rooms(), rooms()
+        rooms = [
+            torch.empty(sizes, dtype=shape.dtype, device=device)
+            for _ in range(2 * shape.num_layers)
+        ]
+        self._keys, self._values = rooms[: shape.num_layers], rooms[shape.num_layers :]
         self._free = list(range(num_rows))
 
     @property

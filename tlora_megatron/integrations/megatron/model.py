@@ -105,8 +105,10 @@ def build_backbone(
     if pre_process and post_process and spec.tied_embeddings:
         model.output_layer.weight = model.embedding.word_embeddings.weight
     if spec.gpt_oss is not None:
-        for decoder_layer in model.decoder.layers:
-            _add_bias(decoder_layer.self_attention.linear_proj)
+        # Behind the reduction. `add_bias_linear` would also give one to each other linear.
+        for linear in (layer.self_attention.linear_proj for layer in model.decoder.layers):
+            linear.bias = nn.Parameter(linear.weight.new_empty(linear.weight.shape[0]))
+            linear.skip_bias_add = False
     model.requires_grad_(False)
     for decoder_layer in model.decoder.layers:
         freeze_layer(decoder_layer)
@@ -181,15 +183,6 @@ def _block_spec(spec: ModelSpec, layout: ParallelLayout) -> TransformerBlockSubm
         parts.mlp = ModuleSpec(FrozenExperts, params=params)
     layers = [layer] * len(_stage(spec, layout))
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
-
-
-def _add_bias(linear: Any) -> None:
-    """Gives a row-parallel linear a bias that it adds itself, behind its reduction.
-
-    Megatron's `add_bias_linear` would also give one to each other linear.
-    """
-    linear.bias = nn.Parameter(linear.weight.new_empty(linear.weight.shape[0]))
-    linear.skip_bias_add = False
 
 
 def _stage(spec: ModelSpec, layout: ParallelLayout) -> range:

@@ -20,7 +20,7 @@ from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm
 from tlora_megatron.integrations.megatron.staggered import stagger
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
-from tlora_megatron.parallel.collectives import TensorCollectives, make_tensor_collectives
+from tlora_megatron.parallel.collectives import make_tensor_collectives
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import LaneRoom, Overlap, lane_room
 from tlora_megatron.training.nano.rounds import NanoSettings
@@ -72,13 +72,6 @@ class NanoBatches:
         lane_bytes = 0 if self.overlap is None else self.overlap.collectives.lane_bytes
         return lane_room(self._groups.device, num_ready=self._num_ready, lane_bytes=lane_bytes)
 
-    def use(self, collectives: TensorCollectives) -> None:
-        """Takes other collectives, and one nano-batch until `set_count`; collective over the
-        world."""
-        self._has_looked = True
-        self._num_ready = 1
-        self.overlap = self._make_overlap(collectives)
-
     def close(self) -> None:
         """Gives the collectives' memory back; micro-batches run whole from then on.
 
@@ -89,18 +82,17 @@ class NanoBatches:
             self.overlap.collectives.close()
             self.overlap = None
 
-    def _make_overlap(self, collectives: TensorCollectives | None = None) -> Overlap | None:
+    def _make_overlap(self) -> Overlap | None:
         obstacle = _agreed_obstacle(self._models, self._groups)
         if obstacle is not None:
             logger.warning("run.nano_batches has no effect, micro-batches run whole: %s", obstacle)
             return None
-        if collectives is None:
-            collectives = make_tensor_collectives(
-                self._groups.tp_group,
-                self._groups.device,
-                self._settings.transport,
-                max_bytes=self._settings.max_bytes,
-            )
+        collectives = make_tensor_collectives(
+            self._groups.tp_group,
+            self._groups.device,
+            self._settings.transport,
+            max_bytes=self._settings.max_bytes,
+        )
         overlap = Overlap(collectives, self._groups.device)
         logger.info("nano-batches run staggered, collectives by %s", collectives.name)
         for model in self._models:

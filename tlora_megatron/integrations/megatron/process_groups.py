@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from tlora_megatron.model.layout import Deployment, ExpertPlace, ParallelLayout, ReplicaLayout
+from tlora_megatron.model.layout import Deployment, ExpertPlace, ParallelLayout
 from tlora_megatron.parallel.groups import ExpertGroups, ParallelGroups, make_replica_cells
 from tlora_megatron.parallel.overlap import set_queues
 
@@ -155,10 +155,11 @@ def _grids_of(deployment: Deployment) -> Iterator[None]:
 
         def __init__(self, **sizes: Any) -> None:
             super().__init__(**sizes)
-            self._grids = [
-                one_grid(**(sizes | _grid(r.layout) | {"rank_offset": r.first_rank}))
-                for r in deployment.placed_replicas()
-            ]
+            self._grids = []
+            for replica in deployment.placed_replicas():
+                tp_size, pp_size, cp_size = replica.layout.grid
+                own = {"tp": tp_size, "pp": pp_size, "cp": cp_size, "ep": 1, "dp": 1}
+                self._grids.append(one_grid(**sizes | own | {"rank_offset": replica.first_rank}))
 
         def get_ranks(self, token: str) -> list[list[int]]:
             return [ranks for grid in self._grids for ranks in grid.get_ranks(token)]
@@ -168,12 +169,6 @@ def _grids_of(deployment: Deployment) -> Iterator[None]:
         yield
     finally:
         setattr(parallel_state, _GENERATOR, one_grid)
-
-
-def _grid(layout: ReplicaLayout) -> dict[str, int]:
-    """Sizes of one replica's grid, of dense layers and, where there are none, of experts."""
-    tp_size, pp_size, cp_size = layout.grid
-    return {"tp": tp_size, "pp": pp_size, "cp": cp_size, "ep": 1, "dp": 1}
 
 
 def current_sizes() -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from tlora_megatron.integrations.megatron.layer.norm_and_rotary import Rotary
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
 
@@ -42,7 +41,7 @@ class CachedCoreAttention(PackedCoreAttention):
         micro_batch: MicroBatchView,
         rotary: Rotary | None = None,
         norms: HeadNorms | None = None,
-        column: QuantWeight | None = None,
+        column: Any = None,
     ) -> tuple[Tensor, Vjp]:
         """Does what `attend_projection` does; the vjp refuses."""
         return self.attend_projection(mixed, groups, rotary, norms).squeeze(1), _no_way_back

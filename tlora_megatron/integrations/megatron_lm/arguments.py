@@ -118,7 +118,14 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     return LaunchSettings(
         config=config,
         spec=known or spec,
-        layout=_layout(args),
+        layout=ParallelLayout(
+            **expert_sizes(args),
+            tp_size=args.tensor_model_parallel_size,
+            pp_size=args.pipeline_model_parallel_size,
+            cp_size=args.context_parallel_size,
+            dp_size=args.data_parallel_size,
+            sequence_parallel=bool(args.sequence_parallel),
+        ),
         tokenizer_dir=tokenizer_dir,
         base_model=str(base_model.path),
         config_json=None if known is None else config_json,
@@ -147,14 +154,15 @@ def _ignored(config: RunConfig) -> list[str]:
 def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSpec:
     """Returns the backbone's shape that Megatron's arguments describe."""
     qkv_bias, qk_norm = bool(args.add_qkv_bias), bool(args.qk_layernorm)
-    norm_eps = getattr(args, "layernorm_epsilon", None)
+    pattern, norm_eps = layer_pattern(args), getattr(args, "layernorm_epsilon", None)
     kind = "qwen3" if qk_norm else "qwen2" if qkv_bias else "llama"
     experts = experts_from_arguments(args)
     if experts is not None:
         kind = "qwen3_moe"
     return ModelSpec(
         model_type=kind,
-        num_layers=_num_layers(args),
+        # HybridModel counts an attention and its MLP as two.
+        num_layers=pattern.split("/")[0].count("*") if pattern else int(args.num_layers),
         hidden_size=args.hidden_size,
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups
@@ -175,12 +183,6 @@ def spec_from_arguments(args: argparse.Namespace, *, vocab_size: int) -> ModelSp
     )
 
 
-def _num_layers(args: argparse.Namespace) -> int:
-    """Counts transformer layers; HybridModel counts an attention and its MLP as two."""
-    pattern = layer_pattern(args)
-    return int(args.num_layers) if pattern is None else pattern.split("/")[0].count("*")
-
-
 def _rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
     if not args.use_rope_scaling:
         return None
@@ -190,17 +192,6 @@ def _rope_scaling(args: argparse.Namespace) -> dict[str, Any] | None:
         "high_freq_factor": _HIGH_FREQ_FACTOR,
         "original_max_position_embeddings": _ORIGINAL_POSITIONS,
     }
-
-
-def _layout(args: argparse.Namespace) -> ParallelLayout:
-    return ParallelLayout(
-        **expert_sizes(args),
-        tp_size=args.tensor_model_parallel_size,
-        pp_size=args.pipeline_model_parallel_size,
-        cp_size=args.context_parallel_size,
-        dp_size=args.data_parallel_size,
-        sequence_parallel=bool(args.sequence_parallel),
-    )
 
 
 def _decided(args: argparse.Namespace) -> dict[str, dict[str, tuple[Any, str]]]:

@@ -18,17 +18,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.built.head import Targets, has_targets, use_targets
-from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.built.model import cleared, language_models
 from tlora_megatron.integrations.megatron.built.own_compute import OwnCompute
 from tlora_megatron.integrations.megatron.engine import ONE
-from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
-from tlora_megatron.integrations.megatron_lm.same_model import without_quantization
 from tlora_megatron.layers.vocabulary_head import VocabularyShard, vocab_parallel_argmax
 from tlora_megatron.ops.routing import use_micro_batch
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.nano.rounds import NanoSettings
-from tlora_megatron.training.packing.isolation import check_isolation
 from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import StepReport
 
@@ -258,11 +255,7 @@ class MegatronLmEngine:
             self._compute.parts.begin()
             self._compute.parts.end()
         iterators = [iter(batches) for _ in self.chunks]
-        config = self._models[0].config
-        given = {name: getattr(config, name) for name in ("timers", "finalize_model_grads_func")}
-        for name in given:
-            setattr(config, name, None)
-        try:
+        with cleared([self._models[0].config], "timers", "finalize_model_grads_func"):
             return get_forward_backward_func()(
                 forward_step_func=step,
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -272,9 +265,6 @@ class MegatronLmEngine:
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
-        finally:
-            for name, value in given.items():
-                setattr(config, name, value)
 
     def _targets(self, batch: PackedBatch, *, scores: bool) -> Targets | None:
         """Returns the head's work; None where the model's own head computes all rows."""
@@ -329,28 +319,6 @@ class MegatronLmEngine:
         valid = max(0, min(columns, self.vocab_size - self.groups.tp_rank * columns))
         if valid < columns:
             logits[..., valid:].fill_(torch.finfo(logits.dtype).min)
-
-
-def check_engine_isolation(engine: MegatronLmEngine) -> None:
-    """Refuses a model of the script that does not keep packed documents apart.
-
-    Collective over the world; call it before adapters are attached. Micro-batches have the
-    trainer's own size, for which a model may have been built. FP8 of activations is off, whose
-    scales may look at whole micro-batches; `OwnCompute` tells of that.
-    """
-    models = language_models(engine.chunks)
-    config = models[0].config
-    with without_quantization(engine.chunks):
-        check_isolation(
-            engine.forward_backward,
-            [model.embedding for model in models if hasattr(model, "embedding")],
-            engine.groups,
-            name=built_class(models[0]).__name__,
-            dtype=config.params_dtype,
-            has_experts=config.num_moe_experts is not None,
-            vocab_size=engine.vocab_size,
-            num_rows=engine.seq_length,
-        )
 
 
 def _scored(batch: PackedBatch, scores: Tensor) -> tuple[Any, ...]:

@@ -193,7 +193,7 @@ def _in_every_layer(args: argparse.Namespace) -> bool:
     return frequency == 1 or (isinstance(frequency, Sequence) and set(frequency) == {1})
 
 
-def expert_sizes(args: argparse.Namespace) -> dict[str, int]:
+def expert_sizes(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the sizes of expert parallelism by the names of `parallel`; 1 and 1 without."""
     tp_size = args.tensor_model_parallel_size
     return {

@@ -239,25 +239,21 @@ class _Hooks:
         return call.proceed()
 
     def _get_schedule(self, session: Session, call: _Call) -> Any:
-        from megatron.training.global_vars import get_args
         from megatron.training.training import update_train_iters
 
         from tlora_megatron.integrations.megatron_lm.engine import NoSchedule
 
-        update_train_iters(get_args())
+        update_train_iters(session.args)
         return NoSchedule()
 
     def _build_iterators(self, session: Session, call: _Call) -> Any:
         from megatron.core.rerun_state_machine import RerunDataIterator
-        from megatron.training.global_vars import get_args
 
-        megatron_args = get_args()
-        megatron_args.do_train = megatron_args.train_iters > 0
-        megatron_args.do_valid = megatron_args.do_test = False
+        session.args.do_train = session.args.train_iters > 0
+        session.args.do_valid = session.args.do_test = False
         return RerunDataIterator(session.feed.reader()), None, None
 
     def _load_checkpoint(self, session: Session, call: _Call) -> Any:
-        from megatron.training.global_vars import get_args
         from torch.distributed.checkpoint.api import CheckpointException
 
         from tlora_megatron.integrations.megatron_lm.refusals import explain_loading
@@ -265,7 +261,7 @@ class _Hooks:
         try:
             return call.proceed()
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            explained = explain_loading(error, get_args())
+            explained = explain_loading(error, session.args)
             if explained is None:
                 raise
             self.callbacks.fail(explained)

@@ -12,8 +12,8 @@ import argparse
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from tlora_megatron.integrations.megatron.built.model import language_models
+from tlora_megatron.integrations.megatron.built.model import cleared, language_models
 from tlora_megatron.integrations.megatron_lm.experts import ROUTER, check_router
 from tlora_megatron.integrations.megatron_lm.guard import RULES, shown
 from tlora_megatron.model.spec import ExpertsSpec, ModelSpec
@@ -305,7 +305,6 @@ def _show(value: Any) -> str:
 
 
 _TRACKER = "latest_checkpointed_iteration.txt"
-_QUANTIZED = ("fp8", "fp4")
 
 
 def checkpoint_of_convert(args: argparse.Namespace) -> Path | None:
@@ -331,30 +330,12 @@ def precision_of(args: argparse.Namespace) -> Precision:
     return "bfloat16" if args.bf16 else "float32"
 
 
-@contextmanager
-def without_quantization(chunks: Sequence[nn.Module]) -> Iterator[None]:
+def without_quantization(chunks: Sequence[nn.Module]) -> AbstractContextManager[None]:
     """Runs the models in the precision of their weights: without the FP8 and FP4 of activations.
 
     What is asked is which model it is, and that shows the better the less is rounded. The scales
     of delayed scaling, which training begins with, stay as they are.
     """
-    given = [
-        (config, name, getattr(config, name))
-        for config in _configs(chunks)
-        for name in _QUANTIZED
-        if getattr(config, name, None)
-    ]
-    for config, name, _ in given:
-        setattr(config, name, None)
-    try:
-        yield
-    finally:
-        for config, name, value in given:
-            setattr(config, name, value)
-
-
-def _configs(chunks: Sequence[nn.Module]) -> list[Any]:
-    """Every configuration that a module of the models asks."""
     modules = (module for model in language_models(chunks) for module in model.modules())
-    found = (getattr(module, "config", None) for module in modules)
-    return list({id(config): config for config in found if config is not None}.values())
+    configs = {id(module.config): module.config for module in modules if hasattr(module, "config")}
+    return cleared(configs.values(), "fp8", "fp4")

@@ -29,6 +29,7 @@ from tlora_megatron.integrations.megatron.built.model import (
     require_whole_weights,
 )
 from tlora_megatron.integrations.megatron.built.own_compute import use_own_compute
+from tlora_megatron.integrations.megatron.layer.modules import built_class
 from tlora_megatron.integrations.megatron.process_groups import current_groups
 from tlora_megatron.integrations.megatron_lm.arguments import LaunchSettings
 from tlora_megatron.integrations.megatron_lm.engine import (
@@ -36,7 +37,6 @@ from tlora_megatron.integrations.megatron_lm.engine import (
     JobOptimizer,
     MegatronLmEngine,
     MicroBatchFeed,
-    check_engine_isolation,
 )
 from tlora_megatron.integrations.megatron_lm.experts import set_rotary_frequencies
 from tlora_megatron.integrations.megatron_lm.same_model import (
@@ -49,6 +49,7 @@ from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.formats.fingerprint import read_fingerprint
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.nano.rounds import NanoSettings
+from tlora_megatron.training.packing.isolation import check_isolation
 from tlora_megatron.training.packing.packing import RoundShape
 from tlora_megatron.training.run.determinism import set_environment
 from tlora_megatron.training.run.fingerprint import check_base
@@ -76,7 +77,7 @@ class Session:
         resolve_sharding: ShardingResolver,
         signals: StopSignals,
     ) -> None:
-        self._args = args
+        self.args = args
         self._settings = settings
         self.feed = MicroBatchFeed()
         """Gives the trainer the micro-batches of a round."""
@@ -143,7 +144,7 @@ class Session:
             chunks,
             groups,
             vocab_size=spec.vocab_size,
-            seq_length=self._args.seq_length,
+            seq_length=self.args.seq_length,
             nano=NanoSettings.of_run(config.run, spec, DTYPES[config.base_model.dtype]),
             compute=self._compute,
         )
@@ -161,7 +162,7 @@ class Session:
         self._watched.enter_context(self.loop.watch.watching())
         self.loop.start()
         if self.loop.is_over:
-            self._args.train_iters = self._args.iteration
+            self.args.train_iters = self.args.iteration
 
     def _check_base(self, chunks: Sequence[nn.Module], groups: ParallelGroups) -> None:
         """Refuses a model that is not the one of the checkpoint's fingerprint, if it has one."""
@@ -173,8 +174,8 @@ class Session:
                 groups,
                 self._fingerprint,
                 where=str(self._checkpoint),
-                precision=precision_of(self._args),
-                micro_batch_tokens=self._args.seq_length,
+                precision=precision_of(self.args),
+                micro_batch_tokens=self.args.seq_length,
                 fills_budget=True,
             )
 
@@ -198,7 +199,7 @@ class Session:
 
         reports = self.loop.step(run_round)
         if self.loop.has_ended:
-            self._args.train_iters = self._args.curr_iteration + 1
+            self.args.train_iters = self.args.curr_iteration + 1
         losses = self._interval.add(reports)
         device = self.loop.super_model.groups.device
         _, *rest = answer
@@ -209,7 +210,7 @@ class Session:
         self, loss_dict: dict[str, Tensor], totals: dict[str, Any], iteration: int
     ) -> None:
         """Corrects the sums that the trainer's log line averages; see `IntervalLosses`."""
-        if iteration % self._args.log_interval == 0:
+        if iteration % self.args.log_interval == 0:
             self._interval.correct(loss_dict, totals)
 
     def save(self, iteration: int) -> None:
@@ -218,7 +219,7 @@ class Session:
         The trainer's count follows behind them, or it would be ahead of the jobs after a kill.
         """
         self.loop.save_active()
-        state = {"iteration": iteration, "samples": self._args.consumed_train_samples}
+        state = {"iteration": iteration, "samples": self.args.consumed_train_samples}
         self.loop.saver.submit(partial(self._write_iteration, json.dumps(state)))
 
     def _write_iteration(self, state: str) -> None:
@@ -264,5 +265,27 @@ class Session:
         if not any(job.step for job in self.loop.jobs) or not file.is_file():
             return
         state = json.loads(file.read_text())
-        self._args.iteration = state["iteration"]
-        self._args.consumed_train_samples = state["samples"]
+        self.args.iteration = state["iteration"]
+        self.args.consumed_train_samples = state["samples"]
+
+
+def check_engine_isolation(engine: MegatronLmEngine) -> None:
+    """Refuses a model of the script that does not keep packed documents apart.
+
+    Collective over the world; call it before adapters are attached. Micro-batches have the
+    trainer's own size, for which a model may have been built. FP8 of activations is off, whose
+    scales may look at whole micro-batches; `OwnCompute` tells of that.
+    """
+    models = language_models(engine.chunks)
+    config = models[0].config
+    with without_quantization(engine.chunks):
+        check_isolation(
+            engine.forward_backward,
+            [model.embedding for model in models if hasattr(model, "embedding")],
+            engine.groups,
+            name=built_class(models[0]).__name__,
+            dtype=config.params_dtype,
+            has_experts=config.num_moe_experts is not None,
+            vocab_size=engine.vocab_size,
+            num_rows=engine.seq_length,
+        )

@@ -26,13 +26,11 @@ from tests.helpers.tiny_models import TINY_EXPERT_TYPES, TinyModelType, randomiz
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.integrations.deepspeed import model as attention
 from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
-from tlora_megatron.integrations.deepspeed.discover import (
-    check_run_over_experts,
-    model_spec,
-)
+from tlora_megatron.integrations.deepspeed.discover import model_spec
 from tlora_megatron.integrations.deepspeed.engine import (
     build_base,
     check_packing,
+    check_run_over_experts,
     prepare_output_layer,
 )
 from tlora_megatron.integrations.deepspeed.model import (

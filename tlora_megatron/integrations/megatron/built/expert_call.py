@@ -20,8 +20,7 @@ S adapters and the null slot.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -330,16 +329,6 @@ def take_call() -> ExpertCall | None:
     call = _current
     bind_call(None)
     return call
-
-
-@contextmanager
-def running(call: ExpertCall) -> Iterator[None]:
-    """Binds a call while its experts' linears run."""
-    bind_call(call)
-    try:
-        yield
-    finally:
-        bind_call(None)
 
 
 def current_call() -> ExpertCall | None:

@@ -26,7 +26,6 @@ from tlora_megatron.integrations.megatron.built.expert_call import (
     begin_call,
     bind_call,
     current_call,
-    running,
     take_call,
 )
 from tlora_megatron.integrations.megatron.layer.expert_parts import own_window
@@ -182,8 +181,11 @@ class AdaptedExperts(MultiAdapter):
             back = torch.empty_like(order)
             back[order] = torch.arange(len(order), device=order.device)
             hidden, probs = (_Reorder.apply(x, order, back) for x in (hidden, probs))
-        with running(call):
+        bind_call(call)  # for the linears
+        try:
             out, bias = experts.forward(hidden, tokens_per_expert, probs, *args, **kwargs)
+        finally:
+            bind_call(None)
         if call.columns is not None:
             bind_call(call)  # for `postprocess`
         return out if order is None else _Reorder.apply(out, back, order), bias

@@ -7,7 +7,8 @@ HybridModel, whose attention and MLP are layers of their own, are read off the b
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -54,6 +55,20 @@ def _language_model(chunk: nn.Module) -> Any:
             f"{type(model).__name__}"
         )
     return model
+
+
+@contextmanager
+def cleared(configs: Iterable[Any], *fields: str) -> Iterator[None]:
+    """Sets fields of configurations to None, and back."""
+    given = [(config, name, getattr(config, name, None)) for config in configs for name in fields]
+    given = [entry for entry in given if entry[2]]
+    for config, name, _ in given:
+        setattr(config, name, None)
+    try:
+        yield
+    finally:
+        for config, name, value in given:
+            setattr(config, name, value)
 
 
 def freeze(chunks: Sequence[nn.Module]) -> None:
@@ -196,7 +211,12 @@ def discover(
     of_experts: dict[int, nn.Module] = {}
     for model in language_models(chunks):
         _check_config(model.config)
-        _check_groups(model.config, groups)
+        num_groups, tp_size = model.config.num_query_groups, groups.layout.tp_size
+        if num_groups % tp_size:
+            raise ValueError(
+                f"num_query_groups must be a multiple of tensor_model_parallel_size={tp_size}, got "
+                f"{num_groups}"
+            )
         for layer in model.decoder.layers:
             index = _layer_index(model, layer)
             found |= {(index, linear): module for linear, module in _linears(layer, spec)}
@@ -204,8 +224,8 @@ def discover(
                 of_experts[index] = adapt_experts(layer.mlp)
     order = list(ALL_LINEARS)
     pairs = sorted(found, key=lambda pair: (pair[0], order.index(pair[1])))
-    tp_size = groups.layout.tp_size
-    sites = [make_site(spec, *pair, groups.tp_rank, tp_size) for pair in pairs]
+    ranks = groups.tp_rank, groups.layout.tp_size
+    sites = [make_site(spec, *pair, *ranks) for pair in pairs]
     linears = [(site, found[pair]) for site, pair in zip(sites, pairs, strict=True)]
     for site, module in linears:
         _check_linear(site, module, spec)
@@ -240,15 +260,6 @@ def _check_config(config: Any) -> None:
         value = getattr(config, name, allowed[0])
         if value not in allowed:
             raise ValueError(f"{name} must be {allowed[0]} to train adapters, got {value!r}")
-
-
-def _check_groups(config: Any, groups: ParallelGroups) -> None:
-    tp_size = groups.layout.tp_size
-    if config.num_query_groups % tp_size:
-        raise ValueError(
-            f"num_query_groups must be a multiple of tensor_model_parallel_size={tp_size}, got "
-            f"{config.num_query_groups}"
-        )
 
 
 def _layer_index(model: Any, layer: nn.Module) -> int:

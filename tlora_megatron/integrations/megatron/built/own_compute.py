@@ -49,7 +49,6 @@ from tlora_megatron.parallel.groups import ParallelGroups
 logger = logging.getLogger(__name__)
 
 VARIABLE = "TLORA_FLAG_COMPUTE"
-_ASKED = ("own", "modules")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,18 +65,12 @@ class WhyNot:
     nothing is known."""
 
     def __str__(self) -> str:
+        part = "head" if self.half == "head" else f"layers {_spans(self.layers)}"
+        if self.half in HALVES:
+            own, other = ("attention", "MLP") if self.half == "mlp" else ("MLP", "attention")
+            part += f": {own} by our kernels, {other}"
         cost = "" if self.times_step is None else f", about {self.times_step:.2f}x the step"
-        return f"{self._part} by Megatron's modules{cost}: {self.reason}"
-
-    @property
-    def _part(self) -> str:
-        if self.half == "head":
-            return "head"
-        layers = f"layers {_spans(self.layers)}"
-        if self.half is None:
-            return layers
-        own, other = ("attention", "MLP") if self.half == "mlp" else ("MLP", "attention")
-        return f"{layers}: {own} by our kernels, {other}"
+        return f"{part} by Megatron's modules{cost}: {self.reason}"
 
 
 class _Counts(NamedTuple):
@@ -235,7 +228,7 @@ def _agreed_choice() -> str:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, os.environ.get(VARIABLE) or "own")
     for asked in found:
-        if asked not in _ASKED:
+        if asked not in ("own", "modules"):
             raise ValueError(f"{VARIABLE} must be own or modules, got {asked}")
     if len(set(found)) > 1:
         raise ValueError(f"{VARIABLE} must be the same on all processes, got own and modules")

@@ -190,12 +190,12 @@ def halves_of(layer: Any) -> tuple[Half, ...]:
     """Returns the halves that a layer has: one in HybridModel, none if it is of another kind."""
     if not isinstance(layer, TransformerLayer):
         return ()
-    return tuple(half for half in HALVES if not _is_empty(layer, NAMES[half]))
-
-
-def _is_empty(layer: Any, names: HalfNames) -> bool:
-    parts = (getattr(layer, name) for name in (names.module, names.norm, names.bda))
-    return all(isinstance(part, IdentityOp | IdentityFuncOp) for part in parts)
+    found = []
+    for half, names in NAMES.items():
+        parts = (getattr(layer, name) for name in (names.module, names.norm, names.bda))
+        if not all(isinstance(part, IdentityOp | IdentityFuncOp) for part in parts):
+            found.append(half)
+    return tuple(found)
 
 
 def why_not_half(layer: Any, half: Half) -> str | None:
@@ -231,14 +231,11 @@ def _why_not_linears(layer: Any, half: Half) -> str | None:
     norm, column, row = norm_and_linears(layer, half)
     if norm is None:
         return "its norm is no RMSNorm of torch, Transformer Engine or this package"
-    reason = why_not_stream(layer.config, column)
-    if reason is not None:
-        return reason
-    for linear, kind in ((column, ColumnParallelLinear), (row, RowParallelLinear)):
-        reason = _why_not_linear(linear, kind)
-        if reason is not None:
-            return reason
-    return None
+    return (
+        why_not_stream(layer.config, column)
+        or _why_not_linear(column, ColumnParallelLinear)
+        or _why_not_linear(row, RowParallelLinear)
+    )
 
 
 def _why_not_linear(linear: Any, kind: type) -> str | None:
@@ -261,12 +258,9 @@ def norm_and_linears(layer: Any, half: Half) -> tuple[Norm | None, Any, Any]:
         linears = module.linear_qkv, module.linear_proj
     else:
         linears = module.linear_fc1, module.linear_fc2
-    return _norm_before(getattr(layer, names.norm), linears[0]), *linears
-
-
-def _norm_before(module: Any, linear: Any) -> Norm | None:
-    """The norm of the layer, or the one that Transformer Engine's linear begins with."""
-    if not hasattr(linear, "layer_norm_weight"):
-        return built_norm(module)
-    is_inside = isinstance(module, IdentityOp) and linear.normalization == "RMSNorm"
-    return BuiltNorm(linear, "layer_norm_weight") if is_inside else None
+    before, column = getattr(layer, names.norm), linears[0]
+    if not hasattr(column, "layer_norm_weight"):
+        return built_norm(before), *linears
+    # Transformer Engine's linear begins with the norm.
+    is_inside = isinstance(before, IdentityOp) and column.normalization == "RMSNorm"
+    return BuiltNorm(column, "layer_norm_weight") if is_inside else None, *linears

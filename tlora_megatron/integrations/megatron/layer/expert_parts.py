@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -205,13 +205,6 @@ class SharedExpert(nn.Module):
         return torch.sigmoid(F.linear(x, self.gate_weight))
 
 
-class FirstSaved(NamedTuple):
-    """What backward of the first linear needs."""
-
-    x_TH: Tensor
-    u_QC: Tensor
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OuterCall:
     """The adapters' part of one call; every rank of the exchange makes the same of its methods."""
@@ -225,25 +218,30 @@ class OuterCall:
     tokens: ExpertRuns
     """The adapters' rows here."""
 
-    def add_to_first(self, x_TH: Tensor, y_QN: Tensor) -> FirstSaved | None:
-        """Adds to the first linear's output; collective where experts are on several ranks."""
+    def add_to_first(self, x_TH: Tensor, y_QN: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Adds to the first linear's output; collective where experts are on several ranks.
+
+        Returns:
+            x and u `[Q, C]`, which backward needs.
+        """
         if self.first is None:
             return None
         u_TC = shrink(x_TH, self.tokens, self.first.shared, self.first.width)
         u_QC = self._there(scale(u_TC, self.tokens, self.first))
         expand(u_QC, y_QN, self.journey.runs, self.first.own)
-        return FirstSaved(x_TH, u_QC)
+        return x_TH, u_QC
 
-    def first_back(self, dy_QN: Tensor, dx_TH: Tensor, saved: FirstSaved | None) -> None:
+    def first_back(self, dy_QN: Tensor, dx_TH: Tensor, saved: tuple[Tensor, Tensor] | None) -> None:
         """Adds to dx of the rows here, and to gradients; collective likewise."""
         if self.first is None:
             return
         assert saved is not None, "from `add_to_first`"
+        x_TH, u_QC = saved
         runs, own, shared = self.journey.runs, self.first.own, self.first.shared
-        add_gradients(saved.u_QC, dy_QN, runs, own)
+        add_gradients(u_QC, dy_QN, runs, own)
         du_QC = shrink(dy_QN, runs, own, self.first.width)
         du_TC = scale(self._back(du_QC), self.tokens, self.first)
-        add_gradients(du_TC, saved.x_TH, self.tokens, shared)
+        add_gradients(du_TC, x_TH, self.tokens, shared)
         expand(du_TC, dx_TH, self.tokens, shared)
 
     def sum_second(self, h_QK: Tensor) -> Tensor | None:

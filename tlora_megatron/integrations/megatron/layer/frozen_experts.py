@@ -25,7 +25,6 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.expert_parts import (
-    FirstSaved,
     LocalExperts,
     OuterCall,
     Router,
@@ -232,7 +231,7 @@ class _Saved(NamedTuple):
     """What adapters on the first linear keep, and on the second one."""
     s_2: Sequence[Tensor]
     outer: OuterCall
-    outer_1: FirstSaved | None
+    outer_1: tuple[Tensor, Tensor] | None
     """What it keeps of the first linear, and of the second one."""
     outer_2: Tensor | None
 

@@ -26,7 +26,7 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import (
     runs_direct,
 )
 from tlora_megatron.integrations.megatron.layer.modules import does_more
-from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm, head_norm_modules
+from tlora_megatron.integrations.megatron.layer.norm_and_rotary import RMSNorm, built_head_norms
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp, swiglu, swiglu_vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
@@ -49,14 +49,14 @@ class FrozenSelfAttention(SelfAttention):
     @property
     def inner_modules(self) -> tuple[nn.Module, ...]:
         """The modules between the linears, which are not called where the core is fused."""
-        modules = (self.core_attention, *head_norm_modules(self))
+        modules = (self.core_attention, self.q_layernorm, self.k_layernorm)
         return tuple(module for module in modules if module is not None)
 
     @property
     def head_norms(self) -> HeadNorms | None:
         """The norms of queries and keys; None where heads are not normed."""
-        query, key = head_norm_modules(self)
-        return HeadNorms(query.norm_weight, key.norm_weight) if self.config.qk_layernorm else None
+        norms = built_head_norms(self) if self.config.qk_layernorm else None
+        return None if norms is None else norms.weights()
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same; Megatron's arguments beside it are all None here."""
@@ -79,6 +79,14 @@ class FrozenSelfAttention(SelfAttention):
 
 class FrozenMLP(MLP):
     """An MLP of two linears with SwiGLU between them."""
+
+    @property
+    def parts(self) -> tuple[Any, Inner, Any]:
+        """What a frozen sublayer has: a first linear, what is between, and a second one."""
+        return self.linear_fc1, self._swiglu_vjp, self.linear_fc2
+
+    def _swiglu_vjp(self, x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Tensor, Vjp]:
+        return swiglu_vjp(x, held_codes(self.linear_fc2), held_codes(self.linear_fc1))
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """`[T, 1, H]` to the same."""
@@ -149,7 +157,8 @@ def freeze_layer(layer: TransformerLayer) -> None:
 
 
 def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
-    attention, mlp = layer.self_attention, layer.mlp
+    attention = layer.self_attention
+    mlp: tuple[Any, Inner, Any] = layer.mlp.parts
     if not attention.is_fused:
         return ()
     return (
@@ -162,19 +171,8 @@ def _sublayers(layer: Any) -> tuple[FrozenSublayer, ...]:
         ),
         FrozenSublayer(
             layer.pre_mlp_layernorm,
-            *_mlp_parts(mlp),
+            *mlp,
             recomputes=layer.recompute_mlp,
             asks_micro_batch=True,
         ),
     )
-
-
-def _mlp_parts(mlp: Any) -> tuple[Any, Inner, Any]:
-    """The first linear, what is between, and the second one; experts are all between."""
-    if isinstance(mlp, FrozenExperts):
-        return mlp.parts
-
-    def inner(x: Tensor, view: MicroBatchView, lane: Lane | None) -> tuple[Tensor, Vjp]:
-        return swiglu_vjp(x, held_codes(mlp.linear_fc2), held_codes(mlp.linear_fc1))
-
-    return mlp.linear_fc1, inner, mlp.linear_fc2

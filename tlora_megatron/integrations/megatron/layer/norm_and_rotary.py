@@ -98,18 +98,17 @@ class PackedRotaryEmbedding:
 
     def cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine of the local rows, `[T, D]`, in the dtype of `like`."""
-        return micro_batch.cached(
-            f"rotary:{like.dtype}@{like.device}", lambda: self._cos_sin(like, micro_batch)
-        )
 
-    def _cos_sin(self, like: Tensor, micro_batch: MicroBatchView) -> tuple[Tensor, Tensor]:
-        positions_T = micro_batch.positions(like.device)
-        half = positions_T[:, None].float() * to_device(self._inv_freq, like.device)
-        angles_TD = torch.cat([half, half], dim=-1)
-        cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
-        if self._factor != 1.0:
-            cos_TD, sin_TD = cos_TD * self._factor, sin_TD * self._factor
-        return cos_TD.to(like.dtype), sin_TD.to(like.dtype)
+        def make() -> tuple[Tensor, Tensor]:
+            positions_T = micro_batch.positions(like.device)
+            half = positions_T[:, None].float() * to_device(self._inv_freq, like.device)
+            angles_TD = torch.cat([half, half], dim=-1)
+            cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
+            if self._factor != 1.0:
+                cos_TD, sin_TD = cos_TD * self._factor, sin_TD * self._factor
+            return cos_TD.to(like.dtype), sin_TD.to(like.dtype)
+
+        return micro_batch.cached(f"rotary:{like.dtype}@{like.device}", make)
 
 
 @functools.cache
@@ -175,13 +174,13 @@ class BuiltHeadNorms(NamedTuple):
 
 def built_head_norms(attention: Any) -> BuiltHeadNorms | None:
     """Returns the norms of an attention for which `why_not_head_norms` gives None, if any."""
-    query, key = map(built_norm, head_norm_modules(attention))
+    query, key = built_norm(attention.q_layernorm), built_norm(attention.k_layernorm)
     return None if query is None or key is None else BuiltHeadNorms(query, key)
 
 
 def why_not_head_norms(attention: Any) -> str | None:
     """Returns why the norms of queries and keys must be called; None if our kernels do them."""
-    modules = head_norm_modules(attention)
+    modules = (attention.q_layernorm, attention.k_layernorm)  # identities, or None by the release
     if all(isinstance(module, IdentityOp | None) for module in modules):
         return None
     norms = built_head_norms(attention)
@@ -193,11 +192,6 @@ def why_not_head_norms(attention: Any) -> str | None:
         return "queries and keys are not normed head by head"
     ways = {weight[1:] for weight in norms.weights()}
     return "queries and keys are normed in two ways" if len(ways) > 1 else None
-
-
-def head_norm_modules(attention: Any) -> tuple[Any, Any]:
-    """Returns the modules behind queries and keys: norms, identities or None by the release."""
-    return attention.q_layernorm, attention.k_layernorm
 
 
 class DocumentRotaryEmbedding(RotaryEmbedding):

@@ -194,18 +194,14 @@ def make_plain(
 
 
 def _part(layer: Any, half: Half, rotary: BuiltRotary | None) -> PlainHalf:
-    turns = rotary if half == "attention" else None
-    names = NAMES[half]
-    inner = (m for name in (names.norm, names.module) for m in getattr(layer, name).modules())
-    return PlainHalf(_sublayer(layer, half, rotary), (layer, *inner), turns)
-
-
-def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSublayer:
     norm, column, row = norm_and_linears(layer, half)
     assert norm is not None, "a plain half has a norm"
-    again = bool(getattr(layer, f"recompute_{NAMES[half].norm}"))
+    names = NAMES[half]
+    inner = (m for name in (names.norm, names.module) for m in getattr(layer, name).modules())
+    modules = (layer, *inner)
+    again = bool(getattr(layer, f"recompute_{names.norm}"))
     if half == "mlp":
-        return FrozenSublayer(
+        sublayer = FrozenSublayer(
             norm,
             column,
             functools.partial(_swiglu_vjp, column, row),
@@ -214,10 +210,12 @@ def _sublayer(layer: Any, half: Half, rotary: BuiltRotary | None) -> FrozenSubla
             recomputes_norm=again,
             replay=replay_autocast if layer.config.fp8 else no_replay,
         )
+        return PlainHalf(sublayer, modules, None)
     assert rotary is not None, "attention's heads are rotated"
     attention = layer.self_attention
     attend = functools.partial(_attend_vjp, attention, rotary, built_head_norms(attention))
-    return FrozenSublayer(norm, column, attend, row, recomputes=False, recomputes_norm=again)
+    sublayer = FrozenSublayer(norm, column, attend, row, recomputes=False, recomputes_norm=again)
+    return PlainHalf(sublayer, modules, rotary)
 
 
 def _attend_vjp(

@@ -15,7 +15,6 @@ import torch
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.integrations.megatron.layer.frozen_layer import FrozenTransformerLayer
-from tlora_megatron.integrations.megatron.layer.norm_and_rotary import head_norm_modules
 from tlora_megatron.model.layout import RECOMPUTES, LoraSharding, ParallelLayout
 from tlora_megatron.model.quantisation import quantised_on_reading
 from tlora_megatron.model.spec import ModelSpec
@@ -26,7 +25,6 @@ from tlora_megatron.ops.routing import (
     pack_micro_batch,
     use_micro_batch,
 )
-from tlora_megatron.parallel.collectives import make_tensor_collectives
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
@@ -110,8 +108,7 @@ class Case:
         """`whole()`; or in two nano-batches, which the decoder can take from now on."""
         if num_parts == 1:
             return whole()
-        nano_batches = self.run.engine.nano_batches
-        nano_batches.use(make_tensor_collectives(None, self.hidden.device))
+        self.run.engine.nano_batches.set_count(2)
         parts = [part(range(2), LENGTHS[:2], 2), part(range(2, 3), LENGTHS[2:], 2)]
         return join_nano_batches(parts)
 
@@ -213,7 +210,7 @@ def test_halves_norm_heads_as_modules_do(num_parts: int) -> None:
     view = case.view(num_parts)
     with torch.no_grad():
         for layer in case.decoder.layers:
-            for norm in head_norm_modules(layer.self_attention):
+            for norm in (layer.self_attention.q_layernorm, layer.self_attention.k_layernorm):
                 norm.weight.uniform_(0.5, 2.0)
     assert all(layer.direct_sublayers for layer in case.decoder.layers)
     actual, seen = case.results(view), []

@@ -13,11 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as registry
 
-from tests.unit.integrations.megatron.layer.test_frozen_sublayer import (
-    SPEC,
-    Case,
-    equal,
-)
+from tests.unit.integrations.megatron.layer.test_frozen_sublayer import SPEC, Case, equal
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
 
 pytestmark = pytest.mark.slow
