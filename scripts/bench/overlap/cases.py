@@ -152,7 +152,7 @@ class Bench:
         overlap = None
         if variant.count > 1:
             if variant.mechanism not in self._overlaps:
-                overlap = Overlap(1, make(variant.mechanism), self.device)
+                overlap = Overlap(make(variant.mechanism), self.device)
                 stagger(self.decoder, overlap)
                 self._overlaps[variant.mechanism] = overlap
             overlap = self._overlaps[variant.mechanism]
