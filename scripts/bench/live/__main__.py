@@ -279,7 +279,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found |= measure_overhead(bench, Path(folder))
         found |= measure_cost(bench)
         bench.commands.close()
-        bench.live.close()
+        bench.live.saves.close()
     tiny = "tiny, " if args.tiny else ""
     figures = Figures(
         csv=args.csv, commit=args.commit, engine="none", gpu=gpu_name(),
