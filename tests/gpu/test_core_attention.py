@@ -133,7 +133,7 @@ def test_bits_of_a_document_in_any_company(
         for lengths, place in (
             ([length, 300], 0),
             ([300, length], 1),
-            ([100] * 7 + [length, 900], 7),
+            ([100] * 5 + [length, 600], 5),
             ([3] * 300 + [length], 300),
             ([1, length, 1], 1),
         ):

@@ -104,11 +104,15 @@ class GrowingView(MicroBatchView):
     """One a document, in order."""
     cache: KeyCache
 
-    def _attention(self) -> AttentionSpans:
-        q_lens = tuple(len(growth.tokens) for growth in self.growths)
-        k_lens = tuple(growth.past + len(growth.tokens) for growth in self.growths)
-        begins = itertools.accumulate(k_lens[:-1], initial=0)
-        return AttentionSpans(q_lens, tuple(begins), k_lens)
+    @property
+    def attention(self) -> AttentionSpans:
+        def build() -> AttentionSpans:
+            q_lens = tuple(len(growth.tokens) for growth in self.growths)
+            k_lens = tuple(growth.past + len(growth.tokens) for growth in self.growths)
+            begins = itertools.accumulate(k_lens[:-1], initial=0)
+            return AttentionSpans(q_lens, tuple(begins), k_lens)
+
+        return self.cached("attention", build)
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of every new token in its whole sequence, int64 `[num_tokens]`."""
