@@ -103,6 +103,8 @@ Outcome = Validated | Refused
 
 ASKED = "asked"
 """Key of a row's document that holds what the API by which a job came wants to remember."""
+ORDER = "order"
+"""Key that holds what validation made of it."""
 _IGNORED = {
     "parallel": "section parallel has no effect: the service chooses how GPUs share a model",
     "run": "section run has no effect: the service runs the jobs; one job's own keys are in `jobs`",
