@@ -45,6 +45,17 @@ def test_why_a_job_waits_is_said(root: Path) -> None:
     assert service.store.boards.why_jobs_wait() == {}
 
 
+def test_no_more_gpus_are_held_than_can_be_used(root: Path) -> None:
+    service = LiveService(root, gpus=4, policy="isolated")
+    for number in range(4):
+        service.submit(f"busy{number}", steps=400, batch=10)
+    service.run(5)
+    job = service.submit("late", steps=5)
+    assert service.controller.context.state.set_aside.put([0], service.controller.context.clock())
+    service.run(5)
+    assert service.store.boards.why_jobs_wait()[job].startswith("3 of 3 GPUs are held by 3 jobs,")
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_gang_starts_beside_the_one_that_it_takes_over_from(root: Path, is_killed: bool) -> None:
     """No job is lost or trained twice, also if controllers are killed again and again meanwhile."""
