@@ -260,8 +260,6 @@ def disk(folder: Path) -> None:
         assert served.log.read_text().count(said) == 1
         served.wait_until(lambda: client.submit("after", 5).status_code == 201, "the store")
         assert client.upload(b'{"text": "a"}\n').status_code == 200
-        if client.jobs()["beside"].state == "paused":
-            client.http.post("/v1/jobs/beside/resume")
         client.wait_for("beside", "late", "after")
         assert driven.result() == losses
         client.check("beside")

@@ -162,6 +162,8 @@ class EventHandler:
 
     def _not_saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         context = self._context
+        if event.at < context.well_since_s:  # of a disk that may have room again; its log has it
+            return
         live.failed_saves += 1
         context.remember(live)
         error = event.body.get("error", "the disk refused")

@@ -337,16 +337,21 @@ def test_failed_saves_pause_a_job(root: Path, restarts: bool) -> None:
 def test_a_store_that_refuses_to_write_stops_only_what_is_new(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, _ = one_job(root, steps=30)
+    service, job = one_job(root, steps=30)
     hear = service.store.gangs.hear
 
     def full(events: object) -> list[object]:
         raise StoreFull("database or disk is full")
 
     monkeypatch.setattr(service.store.gangs, "hear", full)
-    service.run(10)
+    service.run(5)
+    for step in (4, 5, 6):  # behind the second the job would be paused
+        service.gang.tell("not_saved", job, step=step, error="no space left on device")
+    service.run(5)
     assert "the store refuses to write" in service.said[-1]
     monkeypatch.setattr(service.store.gangs, "hear", hear)
+    service.run(3)
+    assert service.job(job).state == "running"
     service.run()
     assert service.states() == {"one": "finished"}
 
