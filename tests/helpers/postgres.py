@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.helpers.launch import HANG_S, wait_until
@@ -39,9 +40,51 @@ def _user() -> str | None:
     pytest.skip("needs a user postgres or nobody, since PostgreSQL refuses root")
 
 
+class Server:
+    """A server's process, which may be killed and started again; `url` is that of its database."""
+
+    def __init__(self, command: list[str], folder: Path, user: str | None) -> None:
+        self.url = f"postgresql+psycopg://tlora@/postgres?host={folder}"
+        self._command, self._folder, self._user = command, folder, user
+
+    def start(self) -> None:
+        """Returns when it answers."""
+        import psycopg
+
+        log = self._folder / "log"
+        with log.open("a") as out:
+            self._process = subprocess.Popen(
+                self._command, user=self._user, cwd=self._folder, stdout=out, stderr=out
+            )
+
+        def answers() -> bool:
+            assert self._process.poll() is None, log.read_text()
+            with suppress(psycopg.OperationalError):
+                psycopg.connect(f"host={self._folder} user=tlora dbname=postgres").close()
+                return True
+            return False
+
+        wait_until(answers, "the server's first answer", log.read_text)
+
+    def kill(self) -> None:
+        """Ends it as a fall of its machine would."""
+        parts = psutil.Process(self._process.pid).children()
+        self._process.kill()
+        self._process.wait(HANG_S)
+        for part in parts:
+            with suppress(psutil.NoSuchProcess):
+                part.kill()
+        psutil.wait_procs(parts, HANG_S)
+
+    def stop(self) -> None:
+        """Ends it at once: it waits for no client."""
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(HANG_S)
+
+
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """Starts a server; yields the URL of a database of it; stops it by its process id."""
+def postgres_server() -> Iterator[Server]:
+    """Starts a server; stops it by its process id."""
     initdb, postgres, user = _program("initdb"), _program("postgres"), _user()
     # A socket's path has at most 107 characters; pytest's folders are for this user alone.
     with tempfile.TemporaryDirectory(prefix="pg", dir="/tmp") as made:
@@ -59,17 +102,12 @@ def postgres_server() -> Iterator[str]:
         )
         assert done.returncode == 0, f"as {account}: {done.stdout}{done.stderr}"
         words = ["-c", "listen_addresses=", "-k", str(folder), "-c", "max_connections=60"]
-        with (folder / "log").open("w") as log:
-            server = subprocess.Popen(
-                [postgres, "-D", data, *words], user=user, cwd=folder, stdout=log, stderr=log
-            )
+        server = Server([postgres, "-D", str(data), *words], folder, user)
+        server.start()
         try:
-            _wait(server, folder)
-            yield f"postgresql+psycopg://tlora@/postgres?host={folder}"
+            yield server
         finally:
-            # At once: it waits for no client.
-            server.send_signal(signal.SIGQUIT)
-            server.wait(HANG_S)
+            server.stop()
 
 
 def emptied(url: str) -> str:
@@ -79,18 +117,3 @@ def emptied(url: str) -> str:
     with psycopg.connect(url.replace("+psycopg", "")) as connection:
         connection.execute("DROP SCHEMA IF EXISTS tlora CASCADE")
     return url
-
-
-def _wait(server: subprocess.Popen[bytes], folder: Path) -> None:
-    import psycopg
-
-    log = folder / "log"
-
-    def answers() -> bool:
-        assert server.poll() is None, log.read_text()
-        with suppress(psycopg.OperationalError):
-            psycopg.connect(f"host={folder} user=tlora dbname=postgres").close()
-            return True
-        return False
-
-    wait_until(answers, "the server's first answer", log.read_text)

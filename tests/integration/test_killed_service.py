@@ -1,8 +1,8 @@
 """Every process of a service is killed by SIGKILL at random moments, under clients, on the CPU.
 
 No job is lost, none is trained twice at once, every adapter has the sha256 of an undisturbed job,
-and no client gets an error that it could not wait out. `TLORA_ALL_TESTS=1` kills each 20 times, and
-the sampler, too.
+and no client gets an error that it could not wait out. `TLORA_ALL_TESTS=1` kills each 20 times,
+the sampler, too, and a PostgreSQL server ten times.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +28,7 @@ import pytest
 
 from tests.helpers.gang_driver import digest
 from tests.helpers.launch import REPO, environment, wait_until
+from tests.helpers.postgres import postgres_server
 from tests.helpers.store_chaos import check
 from tests.helpers.stored_jobs import submit_all
 from tlora_megatron.service.home import Home
@@ -54,7 +55,8 @@ STEPS = 60 if KILLS == 1 else 300
 class Service:
     """`tlora serve`, started again whenever it was killed, as an init system would."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *words: str) -> None:
+        self._words = words
         self.home = Home.open(folder / "service")
         self.log = folder / "serve.log"
         self._base = folder / "base.json"
@@ -66,7 +68,8 @@ class Service:
 
     def start(self) -> None:
         words = ("--gpus=1", "--policy=mlora", "--checkpoint-every=2", f"--base=base={self._base}")
-        argv = ["serve", f"--service={self.home.root}", f"--http={self.port}", *words]
+        place = (f"--service={self.home.root}", f"--http={self.port}")
+        argv = ["serve", *place, *words, *self._words]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tlora_megatron.cli", *argv],
@@ -190,6 +193,23 @@ def _spans(home: Home, job: str) -> list[tuple[float, float]]:
     return sorted(spans)
 
 
+def _check_all(store: Store, home: Home, first: Sequence[str]) -> None:
+    """All have finished, in one gang at a time, with the adapters of the undisturbed `first`."""
+    check(store)
+    rows = {row.name: row for row in store.jobs.page(limit=1000)}
+    assert {str(row.state) for row in rows.values()} == {"finished"}
+    for name, row in rows.items():
+        adapters = [
+            digest(home.job(job.id) / "adapter/adapter_model.safetensors")
+            for job in (row, rows[first[seed_of(name)]])
+        ]
+        assert adapters[0] == adapters[1], name
+        summary = json.loads((home.job(row.id) / "summary.json").read_text())
+        assert row.tokens == summary["tokens"], name
+        spans = _spans(home, row.id)
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), spans
+
+
 @pytest.mark.slow
 def test_no_kill_loses_doubles_or_changes_a_job(service: Service) -> None:
     random, first = Random(KILLS), ("job-0", "job-1", "job-2")
@@ -204,17 +224,31 @@ def test_no_kill_loses_doubles_or_changes_a_job(service: Service) -> None:
                 time.sleep(random.uniform(0.0, 3.0))
                 service.kill(role)
             _wait_for_all(store, service)
-        check(store)
-        rows = {row.name: row for row in store.jobs.page(limit=1000)}
-    assert {str(row.state) for row in rows.values()} == {"finished"}
-    for name, row in rows.items():
-        adapters = [
-            digest(service.home.job(job.id) / "adapter/adapter_model.safetensors")
-            for job in (row, rows[first[seed_of(name)]])
-        ]
-        assert adapters[0] == adapters[1], name
-        spans = _spans(service.home, row.id)
-        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans)), spans
+        _check_all(store, service.home, first)
     print("answers of clients:", dict(answers))
     assert {status for _, status in answers} <= {0, 200, 503}, answers
     assert all(answers[path, 200] for path in ASKED), answers
+
+
+@pytest.mark.skipif(KILLS == 1, reason="takes minutes: TLORA_ALL_TESTS=1 runs it")
+def test_a_database_that_dies_under_load_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    random, first = Random(0), ("job-0", "job-1", "job-2")
+    with (
+        postgres_server() as server,
+        closing(Service(tmp_path, f"--database={server.url}")) as service,
+        open_store(server.url) as store,
+    ):
+        submit(store, *first)
+        _wait_for_all(store, service)
+        with clients(service, store.tokens.make("ann").secret) as answers:
+            for number in range(10):
+                submit(store, *(f"{number}-{seed}" for seed in range(3)))
+                time.sleep(random.uniform(0.0, 3.0))
+                server.kill()
+                time.sleep(random.uniform(0.0, 2.0))
+                server.start()
+            _wait_for_all(store, service)
+        _check_all(store, service.home, first)
+        assert "Traceback" not in service.log.read_text()
+    print("answers of clients:", dict(answers))
+    assert {status for _, status in answers} <= {200, 503}, answers

@@ -120,7 +120,8 @@ def _found(
         )
     summary = read_object(path / "summary.json") or {}
     if "jobs" not in summary:  # of one job of a service, in the job's own folder
-        summary = {"run": {}, "jobs": {path.name: summary}}
+        name = (read_object(path / "job.json") or {}).get("name", path.name)
+        summary = {"run": {}, "jobs": {name: summary}}
     document = {"kind": "run", "path": str(path), **summary}
     return document, lambda console: print_run(console, summary, str(path))
 

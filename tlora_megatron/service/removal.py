@@ -16,6 +16,7 @@ from pathlib import Path
 
 from tlora_megatron.config.job_rows import OVER, Acted, Action
 from tlora_megatron.service.home import Home
+from tlora_megatron.service.prepare.submission import ORDER
 from tlora_megatron.service.store import Job, Store
 
 _CHECKPOINTS = "checkpoints"
@@ -62,12 +63,16 @@ def _needed(store: Store) -> Mapping[str, str]:
 def tidy(home: Home, store: Store, keep_s: float, now_s: float) -> None:
     """Removes what has ended `keep_s` ago, checkpoints before, and what kills have left of jobs.
 
-    Logs of processes that have become long begin anew.
+    Logs of processes that have become long begin anew. Tokens of unfinished jobs count as used.
     """
     for log in filter(_is_long, _logs(home)):
         shutil.copyfile(log, log.with_name(f"{log.stem}.before"))
         os.truncate(log, 0)  # its writer appends, and goes on in the same file
     home.remove_remainders()
+    for document in store.jobs.documents([job.id for job in store.load().jobs]).values():
+        for key in document.get(ORDER, {}).get("tokens", {}).values():
+            for entry in (home.tokens / key).glob("*"):
+                os.utime(entry)
     for job_id in store.jobs.removed().intersection(os.listdir(home.jobs)):
         home.remove_job(job_id)
     old: dict[Action, list[str]] = {"remove_checkpoints": [], "remove": []}
@@ -83,8 +88,8 @@ def tidy(home: Home, store: Store, keep_s: float, now_s: float) -> None:
 
 
 def _logs(home: Home) -> list[Path]:
-    """The logs of processes of gangs and samplers, and of those that wait."""
-    patterns = ("gangs/*/*.log", "standby/*.log", "sampler/*.log")
+    """The logs of the service, of processes of gangs and samplers, and of those that wait."""
+    patterns = ("*.log", "gangs/*/*.log", "standby/*.log", "sampler/*.log")
     return [log for pattern in patterns for log in home.root.glob(pattern)]
 
 

@@ -108,6 +108,12 @@ _RL = (_NAME, *_LOG, "max_tokens=8")
 _GROUPS = ("eval_every=0", "group_size=2", "groups_per_batch=4")
 _SMALL = ("batch_size=4", "group_size=2")
 _PLAYER = ("eval_every=0", "renderer_name=role_colon")
+_GSM8K = (
+    "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
+    f"dataset_builder.model_name_for_tokenizer={MODEL}",
+    "dataset_builder.renderer_name=role_colon",
+    *(f"dataset_builder.{size}" for size in _SMALL),
+)
 _PAGES = ("task.num_pages_min=2", "task.num_pages_max=3", "task.page_chars=200")
 
 RECIPES: dict[str, tuple[str, ...]] = {
@@ -116,6 +122,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "chat_sl.train": (*_SL, "dataset=no_robots", "eval_every=1"),
     "rl_loop": (*_RL, *_SMALL),
     "rl_loop gspo": (*_RL, "loss_fn=gspo", *_SMALL),
+    "rl_basic": (*_RL, *_GSM8K),
     "math_rl.train": (*_RL, *_GROUPS),
     "math_rl.train gsm8k": (*_RL, "env=gsm8k", *_GROUPS),
     "math_rl.train async": (*_RL, "max_steps_off_policy=1", *_GROUPS),

@@ -120,6 +120,14 @@ def test_damaged_adapter(adapter_dir: Path, damage: str, tlora: Tlora) -> None:
     )
 
 
+def test_a_job_of_a_service_has_its_user_s_name(tmp_path: Path, tlora: Tlora) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "finished", "tokens": 7}))
+    (tmp_path / "job.json").write_text(json.dumps({"name": "mirror"}))
+    assert tlora.json("inspect", tmp_path)["jobs"] == {
+        "mirror": {"status": "finished", "tokens": 7}
+    }
+
+
 def test_run(run_dir: Path, tlora: Tlora) -> None:
     out = tlora("inspect", run_dir)
     for text in (

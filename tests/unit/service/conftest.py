@@ -25,5 +25,5 @@ def home(tmp_path: Path) -> Home:
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     """URL of a PostgreSQL database, for the tests of one process."""
-    with postgres_server() as url:
-        yield url
+    with postgres_server() as found:
+        yield found.url

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -13,6 +14,8 @@ from tests.helpers.stored_jobs import put_job
 from tlora_megatron.config.job_rows import Action
 from tlora_megatron.service import removal
 from tlora_megatron.service.home import ARCHIVES, Home, make_folder
+from tlora_megatron.service.logs import LOG_NAME
+from tlora_megatron.service.prepare.submission import ORDER
 from tlora_megatron.service.removal import act_on, tidy
 from tlora_megatron.service.store import JobState, Model, Sampler, Session, Store, open_store
 
@@ -181,6 +184,7 @@ def test_long_logs_of_processes_begin_anew(
 ) -> None:
     monkeypatch.setattr(removal, "_LOG_BYTES", 10_000)
     folder = make_folder(home.gangs / "g1-1")
+    (home.root / LOG_NAME).write_text("x" * 20_000)
     with (folder / "rank_0.log").open("a") as long, (folder / "rank_1.log").open("a") as short:
         long.write("x" * 20_000)
         short.write("y")
@@ -188,5 +192,18 @@ def test_long_logs_of_processes_begin_anew(
             file.flush()
         tidy(home, store, keep_s=_DAY_S, now_s=0.0)
         long.write("more")
+    assert (home.root / LOG_NAME).read_text() == ""
     found = {path.name: path.read_text() for path in folder.iterdir()}
     assert found == {"rank_0.before": "x" * 20_000, "rank_0.log": "more", "rank_1.log": "y"}
+
+
+def test_tokens_of_unfinished_jobs_count_as_used(home: Home, store: Store) -> None:
+    for key, state in (("used", JobState.QUEUED), ("idle", JobState.CANCELLED)):
+        document = {ORDER: {"document": {}, "tokens": {"train": key}}}
+        store.jobs.change(put_job(store, key), state, document=document)
+        entry = make_folder(home.tokens / key) / "tokens"
+        entry.touch()
+        os.utime(entry, (0, 0))
+    tidy(home, store, keep_s=math.inf, now_s=0.0)
+    ages = {path.parent.name: path.stat().st_mtime for path in home.tokens.glob("*/*")}
+    assert ages["idle"] == 0 < ages["used"]

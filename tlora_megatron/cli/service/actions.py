@@ -6,10 +6,11 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,7 @@ _EPILOG = """\
 examples:
   tlora logs mirror
   tlora logs -f mirror          # follows until the job has ended
+  tlora logs --tail 20 mirror   # the last 20 lines
   tlora logs mirror --json      # one JSON object a line
 """
 
@@ -217,6 +219,7 @@ def add_logs_parser(commands: Any) -> None:
     )
     parser.add_argument("name", metavar="NAME", help="name or id of a job")
     parser.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
+    parser.add_argument("--tail", type=int, metavar="N", help="begin with the last N lines")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     add_reach_argument(parser)
     parser.set_defaults(command=run_logs)
@@ -225,12 +228,20 @@ def add_logs_parser(commands: Any) -> None:
 def run_logs(args: argparse.Namespace) -> int:
     """Prints the log, and what is added to it until the job is over."""
     console = open_console()
+    if args.tail is not None and args.tail < 0:
+        raise must("--tail", "be at least 0", args.tail)
     with reach_service(args) as service:
         (job,) = find_jobs(service, [args.name])
-        for row in service.history(job, follow=args.follow):
+
+        def rows(*, follow: bool = False) -> Iterator[Row]:
+            found = service.history(job, follow=follow)
+            return (row for row in found if args.json or row.get("event") not in _FOR_PROGRAMS)
+
+        left_out = 0 if args.tail is None else max(0, sum(1 for _ in rows()) - args.tail)
+        for row in islice(rows(follow=args.follow), left_out, None):
             if args.json:
                 print(json.dumps(row), flush=True)
-            elif row.get("event") not in _FOR_PROGRAMS:
+            else:
                 console.print(_line(row))
         if not args.json and job.state == "queued" and (why := service.why([job])):
             console.print(f"          waits: {why[job.id]}")

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from tlora_megatron.cli.service.jobs import count_words, duration_words, job_table, progress_words
 from tlora_megatron.cli.tables import JsonConsole, make_table
+from tlora_megatron.service.logs import log
 
 if TYPE_CHECKING:
     from tlora_megatron.service.store import Gang, Job, Store
@@ -83,6 +84,7 @@ class Board:
 
         `more` are fields of a log in JSON.
         """
+        log(sentence, **more)
         if isinstance(self._console, JsonConsole):
             self._console.tell(sentence, **more)
         else:
@@ -104,6 +106,7 @@ class Board:
         with Live(console=self._console, auto_refresh=False, transient=True) as live:
             while not self._ends.wait(_LOOK_EVERY_S):
                 live.update(self.table(), refresh=True)
+                self._told = self.say_changes(self._told, log)
 
     def _show_lines(self) -> None:
         """A line for each change of a job, and now and then one with the steps of what runs."""
@@ -119,8 +122,11 @@ class Board:
                 self.say(self._line(running))
         self._told = self.say_changes(self._told)
 
-    def say_changes(self, seq: int) -> int:
-        """Prints the changes of jobs after an event; returns the number of the last event."""
+    def say_changes(self, seq: int, say: Callable[..., None] | None = None) -> int:
+        """Prints the changes of jobs after an event; returns the number of the last event.
+
+        `say` takes them instead.
+        """
         last = self._store.events.last()
         while seq < last:
             events = self._store.events.after(seq, kinds=_CHANGES, limit=_PAGE)
@@ -128,7 +134,7 @@ class Board:
             for event in events:
                 if (job := jobs.get(str(event.job))) is not None:
                     words = change_words(job, event.kind, event.body)
-                    self.say(words, job=job.id, name=job.name, tenant=job.tenant)
+                    (say or self.say)(words, job=job.id, name=job.name, tenant=job.tenant)
             seq = events[-1].seq if len(events) == _PAGE else last
         return seq
 

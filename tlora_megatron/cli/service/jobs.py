@@ -8,6 +8,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -174,19 +175,20 @@ def _states(args: argparse.Namespace) -> list[str] | None:
 
 def _page(service: Service, states: list[str] | None, args: argparse.Namespace) -> RenderableType:
     """The table, and below it what it leaves out and whether anybody serves."""
-    jobs = list(service.all(states))
-    lines = [count_words(service.counts())]
+    jobs, counts = list(islice(service.all(states), _MOST_ROWS)), service.counts()
+    lines = [count_words(counts)]
     why = service.why([job for job in jobs if job.state == "queued"])
     waiting = [f"{job.name} waits: {why[job.id]}" for job in jobs if job.id in why]
     lines += waiting[:_MOST_REASONS]
-    if len(jobs) > _MOST_ROWS:
-        lines.append(f"{len(jobs) - _MOST_ROWS:,} more jobs are not shown; --json lists all")
+    more = sum(counts.get(state, 0) for state in JobState if states is None or state in states)
+    if more > _MOST_ROWS:
+        lines.append(f"{more - _MOST_ROWS:,} more jobs are not shown; --json lists all")
     if not (jobs or args.all or args.states):
         lines.append("no job waits or runs; --all also lists those that have ended")
     if not service.is_served:
         lines.append(f"no controller runs, so nothing moves: {service.how_to_serve}")
     words = Text("\n".join(lines), style="dim")
-    return Group(job_table(jobs[:_MOST_ROWS]), words) if jobs else words
+    return Group(job_table(jobs), words) if jobs else words
 
 
 def _watch(service: Service, states: list[str] | None, args: argparse.Namespace) -> None:

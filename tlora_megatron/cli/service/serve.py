@@ -19,7 +19,7 @@ from tlora_megatron.cli.tables import JsonConsole, open_console
 from tlora_megatron.config.reader import must
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.home import Home, remember_store, store_place
-from tlora_megatron.service.logs import add_log_format
+from tlora_megatron.service.logs import add_log_format, kept_log, log
 from tlora_megatron.service.settings import (
     add_passed_on_arguments,
     check_bases,
@@ -243,7 +243,11 @@ def run(args: argparse.Namespace) -> int:
     os.umask(0o077)  # for all files of the service, by whichever of its processes
     home = Home.open(service_folder(args.service))
     place = store_place(home, args.database)
-    with open_store(place) as store, _stop_by_signal() as stop:
+    with (
+        kept_log(home.root, args.log_format),
+        open_store(place) as store,
+        _stop_by_signal() as stop,
+    ):
         remember_store(home, place)
         # An engine ends what it finds half dead: another controller's engine must not be there.
         store.lock.take()
@@ -251,22 +255,27 @@ def run(args: argparse.Namespace) -> int:
         try:
             title = _title(args, home, engine)
             console = JsonConsole() if args.log_format == "json" else open_console()
-            for sentence in take_up_sessions(home, store):
+
+            def say(sentence: str) -> None:
+                log(sentence)
                 console.print(sentence)
-            console.print(f"serving {title}; Ctrl-C stops")
+
+            for sentence in take_up_sessions(home, store):
+                say(sentence)
+            say(f"serving {title}; Ctrl-C stops")
             with (
-                open_http(args, home, store, console.print),
+                open_http(args, home, store, say),
                 Board(store, console, title) as board,
             ):
                 store.lock.release()
                 serve(home.root, engine, settings=settings, stop=stop, store=store, said=board.say)
         finally:
             engine.close()  # gangs go on
-    console.print(
-        "stopped; `tlora serve` continues the jobs that are not at their ends"
-        if settings.end_gangs
-        else "stopped; jobs train on, and `tlora serve` takes them up again"
-    )
+        say(
+            "stopped; `tlora serve` continues the jobs that are not at their ends"
+            if settings.end_gangs
+            else "stopped; jobs train on, and `tlora serve` takes them up again"
+        )
     return 0
 
 

@@ -14,7 +14,7 @@ from tlora_megatron.service.api.server import make_app, make_server, prepare_pro
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home, store_place
-from tlora_megatron.service.logs import add_log_format, formatter
+from tlora_megatron.service.logs import LogFile, add_log_format, formatter
 from tlora_megatron.service.settings import (
     add_passed_on_arguments,
     keep_sessions_s,
@@ -27,11 +27,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Serves until a signal, or until the end of a parent that has asked to be watched."""
     args = _parser().parse_args(argv)
     os.umask(0o077)
-    handler = logging.StreamHandler()
+    handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(formatter(args.log_format, "http: %(levelname)s: %(message)s"))
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of strangers' bytes
     home = Home.open(args.folder)
+    handlers = [handler, LogFile(home.root, args.log_format)]
+    logging.basicConfig(level=logging.WARNING, handlers=handlers)
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it warns of strangers' bytes
     listener = listen(Place.read(args.http)) if args.fd is None else socket.socket(fileno=args.fd)
     with open_store(store_place(home)) as store:
 

@@ -50,8 +50,10 @@ _KEPT: Mapping[type[Exception], int] = {
 _OWN_WORDS = {
     StoreFull: (507, "the service's disk must have room: nothing of this change was kept"),
     StoreBusy: (503, "the service's store is busy: nothing of this change was kept; try again"),
+    StoreError: (503, "the service's store cannot be used now; try again later"),
 }
 """Sentences instead of the store's, which name paths of the service's host."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class ApiError(Exception):
@@ -132,9 +134,9 @@ def install(app: FastAPI, formats: Mapping[str, Format]) -> None:
         return JSONResponse(body, found.status, headers=found.headers)
 
     known = (ApiError, StoreError, ValueError, RequestValidationError, StarletteHTTPException)
-    for kind in (*known, ClientDisconnect):
+    # What is a mistake of ours is also told, with a trace, by the framework.
+    for kind in (*known, ClientDisconnect, OSError, Exception):
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(Exception, answer)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -150,15 +152,14 @@ def as_api_error(error: Exception) -> ApiError:
         return _of_validation(error)
     if isinstance(error, StarletteHTTPException):
         return _of_http(error)
-    number = secrets.token_hex(4)
-    logger.error("request failed (%s)", number, exc_info=error)
+    if isinstance(error, OSError) and error.errno in _FULL:
+        error = StoreFull(str(error))
     for known, (status, sentence) in _OWN_WORDS.items():
         if isinstance(error, known):
+            logger.warning("a request is refused: %s", error)
             return ApiError(status, sentence, headers={"Retry-After": "5"})
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return ApiError(507, "the service's disk must have room; free some and try again")
-    if isinstance(error, StoreError):
-        return ApiError(503, "the service's store cannot be used now; try again later")
+    number = secrets.token_hex(4)
+    logger.error("request failed (%s)", number, exc_info=error)
     return ApiError(500, f"the service failed; its log says more under number {number}")
 
 

@@ -23,13 +23,21 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 import tlora_megatron
 from tlora_megatron.service.api import gate, probes
 from tlora_megatron.service.api.figures import Latencies
-from tlora_megatron.service.api.gate import ApiError, Format, format_of, native_format, secret_of
+from tlora_megatron.service.api.gate import (
+    ApiError,
+    Format,
+    as_api_error,
+    format_of,
+    native_format,
+    secret_of,
+)
 from tlora_megatron.service.api.native import archives, history, jobs
 from tlora_megatron.service.api.openai import routes as openai
 from tlora_megatron.service.api.page import router as page
 from tlora_megatron.service.api.sampling import routes as sampling
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import router as tinker
+from tlora_megatron.service.store import StoreError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -174,11 +182,14 @@ class _Body:
         return message
 
     async def _check_sender(self) -> None:
-        """Gives a stranger's body up before more of it is kept."""
+        """Gives a stranger's body up before more of it is kept.
+
+        What the store refuses is told here, too: a framework calls it a body that it cannot read.
+        """
         try:
             await self._know()
-        except ApiError as error:
-            self.error = error
+        except (ApiError, StoreError) as error:
+            self.error = as_api_error(error)
         self._is_known = True
 
 

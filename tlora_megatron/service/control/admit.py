@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import (
-    ORDER,
     LiveJob,
     live_job,
     schedule_of,
@@ -16,7 +15,7 @@ from tlora_megatron.service.control.records import (
     take_stats,
 )
 from tlora_megatron.service.prepare.pool import PreparePool
-from tlora_megatron.service.prepare.submission import Outcome, Refused
+from tlora_megatron.service.prepare.submission import ORDER, Outcome, Refused
 from tlora_megatron.service.store import Event, Job, JobState
 
 _KINDS = ("submitted", "wished")

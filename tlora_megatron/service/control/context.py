@@ -49,6 +49,8 @@ class Context:
     """How long decisions, joins and starts of gangs took."""
     held_back: tuple[str, ...] = ()
     """Why moves of the last decision are not carried out yet."""
+    well_since_s: float = -math.inf
+    """When the store could be written again: what gangs told of before is of another time."""
     wants_decision: bool = True
     wants_actions: bool = True
     acts_at_s: float = math.inf

@@ -104,6 +104,7 @@ class Controller:
         try:
             if self._trouble is not None:
                 self.context.store.lock.beat()
+                self.context.well_since_s = self.context.clock()
                 self._reload()
             self._step(now_s)
             if self._trouble is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
+from tlora_megatron.files import read_json
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.deaths import died, saved_alone
 from tlora_megatron.service.control.records import LiveGang, LiveJob
@@ -116,7 +117,10 @@ class EventHandler:
         if not live.is_open:  # its first round may be hours away
             gang.in_first_round.add(live.id)
         gang.changed = True
-        live.step = int(event.body.get("from_step", live.step))
+        from_step = int(event.body.get("from_step", live.step))
+        if not live.is_open and live.step:
+            live.trained_tokens *= from_step / live.step
+        live.step = from_step
         self._context.change(live, JobState.RUNNING, body=dict(event.body))
         self._measurements.joined(float(event.body.get("stall_s", 0.0)))
         self._context.wants_actions = True
@@ -131,12 +135,11 @@ class EventHandler:
         gang.in_first_round.discard(live.id)
         self._measurements.touch(live)
         loss = body.get("loss")
-        if live.is_open:
-            live.tokens += float(body.get("tokens", 0))
+        live.trained_tokens += float(body.get("tokens", 0))
         self._context.progress[live.id] = Progress(
             job=live.id,
             step=live.step,
-            tokens=int(live.tokens if live.is_open else live.tokens * (1 - live.share_left)),
+            tokens=round(live.trained_tokens),
             loss=None if loss is None else float(loss),
             num_steps=live.num_steps,
         )
@@ -159,6 +162,8 @@ class EventHandler:
 
     def _not_saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         context = self._context
+        if event.at < context.well_since_s:  # of a disk that may have room again; its log has it
+            return
         live.failed_saves += 1
         context.remember(live)
         error = event.body.get("error", "the disk refused")
@@ -195,10 +200,24 @@ class EventHandler:
         if (report := self._context.progress.pop(live.id, None)) is not None:
             self._context.store.jobs.progress([report])
         self._context.change(
-            live, to, release=why, why=why, step=step, error=None if finished else why
+            live,
+            to,
+            release=why,
+            why=why,
+            step=step,
+            tokens=self._trained_tokens(live),
+            error=None if finished else why,
         )
         if not finished:
             self._context.on_said(f"job {live.name!r} failed at step {step}: {why}")
+
+    def _trained_tokens(self, live: LiveJob) -> int:
+        """What a job that has ended has trained, by its own count."""
+        try:
+            summary = self._context.home.job(live.id) / "summary.json"
+            return int(read_json(summary)["tokens"])
+        except (OSError, ValueError, TypeError, KeyError):
+            return round(live.trained_tokens)
 
     def _leave(self, gang: LiveGang, live: LiveJob) -> None:
         del gang.members[live.id]

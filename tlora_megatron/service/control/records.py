@@ -19,7 +19,7 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.queue import Job, coarse_load
 from tlora_megatron.service.control.actions import GangNow, Phase
 from tlora_megatron.service.messages import GangSpec, JobOrder
-from tlora_megatron.service.prepare.submission import ASKED, Submission
+from tlora_megatron.service.prepare.submission import ASKED, ORDER, Submission
 from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import Job as JobRow
 from tlora_megatron.service.store import JobState
@@ -33,8 +33,6 @@ them within the time of a first round on a GPU (2.3 to 3.8 s on an H200)."""
 
 Intent = Literal["move", "pause", "cancel"]
 """Why a job leaves its gang."""
-ORDER = "order"
-"""Key of a row's document that holds what validation made of it."""
 _KEPT = {"gpus": "num_gpus"} | {
     name: name
     for name in (
@@ -72,7 +70,10 @@ class LiveJob:
     load: JobLoad | None = None
     """None until it is validated."""
     tokens: float = 0.0
-    """Rows of all its steps together; of a job that a client drives, of those it has made."""
+    """Rows of all its steps together; 0 of a job that a client drives."""
+    trained_tokens: float = 0.0
+    """Of the steps that it has made. Behind a step that is taken again they are estimated, up to
+    the job's end."""
     step: int = 0
     num_steps: int = 0
     alone: bool = False
@@ -200,14 +201,13 @@ def live_job(row: JobRow) -> LiveJob:
         requested=row.wish,
         submitted_at=row.submitted_at,
         started_at=row.started_at,
+        trained_tokens=float(row.tokens),
         step=row.step,
         num_steps=row.num_steps or 0,
         **asked,
     )
     if row.stats:
         take_stats(live, row.stats)
-        if live.is_open:
-            live.tokens = float(row.tokens)
     return live
 
 

@@ -133,18 +133,23 @@ class StatusWriter:
         state = self._context.state
         jobs = [live for live in state.jobs.values() if live.state is JobState.QUEUED]
         jobs.sort(key=lambda live: (-live.priority, live.number))
-        shape = state.machines.shape
-        usable = shape.num_gpus - len(state.machines.missing) - len(state.set_aside.until_s)
-        usable -= shape.gpus_per_node * len(state.machines.down)
-        groups = list(state.fleet.cluster.groups.values())
-        held = sum(len(group.gpus) for group in groups)
-        busy = f"{held} of {_count(usable, 'GPU')} {'is' if held == 1 else 'are'} held by "
+        machines, shape = state.machines, state.machines.shape
+        left_out = {*machines.missing, *state.set_aside.until_s}
+        usable = {
+            gpu
+            for gpu in range(shape.num_gpus)
+            if gpu not in left_out and gpu // shape.gpus_per_node not in machines.down
+        }
+        # What trains on GPUs that were set aside meanwhile frees none that others may use.
+        groups = [one for one in state.fleet.cluster.groups.values() if usable & {*one.gpus}]
+        held, total = len(usable & {gpu for one in groups for gpu in one.gpus}), len(usable)
+        busy = f"{held} of {_count(total, 'GPU')} {'is' if held == 1 else 'are'} held by "
         busy += _count(sum(len(group.members) for group in groups), "job")
         ends = [group.last_end_s for group in groups if math.isfinite(group.last_end_s)]
         if ends:
             busy += f", the first free {_about(min(ends) - self._context.clock())}"
         return {
-            live.id: self._why(live, place, usable, usable - held, busy)
+            live.id: self._why(live, place, total, total - held, busy)
             for place, live in enumerate(jobs[:_MOST_REASONS])
         }
 

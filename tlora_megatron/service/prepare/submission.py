@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,6 +103,8 @@ Outcome = Validated | Refused
 
 ASKED = "asked"
 """Key of a row's document that holds what the API by which a job came wants to remember."""
+ORDER = "order"
+"""Key that holds what validation made of it."""
 _IGNORED = {
     "parallel": "section parallel has no effect: the service chooses how GPUs share a model",
     "run": "section run has no effect: the service runs the jobs; one job's own keys are in `jobs`",
@@ -125,7 +127,8 @@ class Submission(Message):
 
     def row(self) -> dict[str, Any]:
         """Returns the part of it that a store's row keeps."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        found = {one.name: getattr(self, one.name) for one in fields(self)}  # no copies
+        return {name: value for name, value in found.items() if value is not None}
 
     def job_spec(self) -> JobSpec:
         """The job of a document; its `service` says what it asks of the cluster."""

@@ -9,9 +9,11 @@ with that when the controller dies.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -229,6 +231,7 @@ def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
 
 _NICE = 10
 """Training goes first on a host's cores."""
+_DAY_S = 86_400.0
 
 
 def main() -> None:
@@ -243,16 +246,16 @@ def main() -> None:
 
 
 def serve(pipe: LinePipe) -> None:
-    """Answers one request after the other; tidies the cache of tokens before the first."""
+    """Answers one request after the other; tidies the cache of tokens before the first of a day."""
     from tlora_megatron.training.data.job_data import TokenCache
 
-    is_tidy = False
+    tidied_s = -math.inf
     while not pipe.is_over:
         pipe.wait()
         for request in pipe.receive():
-            if not is_tidy:
+            if time.monotonic() > tidied_s + _DAY_S:
                 TokenCache(Home(Path(request["rules"]["root"])).tokens).prune()
-                is_tidy = True
+                tidied_s = time.monotonic()
             outcome = _answer(request)
             kind = "refused" if isinstance(outcome, Refused) else "validated"
             pipe.send({kind: asdict(outcome)})

@@ -237,6 +237,24 @@ class TestActions:
         assert tlora.out.startswith(f"one ({one['id']}): {action} asked; it is validating\n")
         assert [store.jobs.get(job["id"]).wish for job in (one, two)] == [action, None]
 
+    def test_a_long_list_is_cut(
+        self, store: Store, run_file: Path, tlora: Tlora, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tlora_megatron.cli.service.jobs._MOST_ROWS", 1)
+        one, two = tlora.json("submit", run_file)
+        told = tlora("jobs")
+        assert one["id"] in told
+        assert two["id"] not in told
+        assert "2 validating\n1 more jobs are not shown; --json lists all" in told
+
+    def test_the_end_of_a_log(self, store: Store, run_file: Path, tlora: Tlora) -> None:
+        one, _ = tlora.json("submit", run_file)
+        store.jobs.change(one["id"], JobState.QUEUED)
+        lines = tlora("logs", "one").splitlines()
+        for tail, found in (("1", lines[-1:]), ("99", lines), ("0", [])):
+            assert tlora("logs", "one", "--tail", tail).splitlines() == found
+        assert "--tail must be at least 0" in tlora("logs", "one", "--tail", "-1", code=2)
+
     def test_jobs_are_chosen(self, store: Store, home: Home, tlora: Tlora) -> None:
         tenants = {"sweep-1": "ann", "sweep-2": "bob", "other": "ann", "lives": "ann"}
         ids = {name: put_job(store, name, tenant) for name, tenant in tenants.items()}

@@ -24,7 +24,7 @@ from tlora_megatron.cli.tables import JsonConsole
 from tlora_megatron.service import front
 from tlora_megatron.service.front import Place, listen
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.logs import formatter
+from tlora_megatron.service.logs import LOG_NAME, formatter, kept_log
 from tlora_megatron.service.store import Progress, Store, StoreError
 
 
@@ -194,6 +194,19 @@ def test_a_log_in_json_is_an_object_a_line(
         "error",
         "got 3",
         "ValueError: x\ny",
+    )
+
+
+def test_what_is_said_is_in_the_folder_with_dates(store: Store, home: Home) -> None:
+    board, _ = board_on(store)
+    with kept_log(home.root, "text"):
+        board.say("page: http://h:1/#token=secret")
+        logging.getLogger("tlora_megatron.x").warning("a warning")
+        logging.getLogger("x").warning("another's")
+    board.say("not kept")
+    log = (home.root / LOG_NAME).read_text()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d .*INFO: page: http://h:1/\n.*WARNING: a warning\n", log, re.DOTALL
     )
 
 

@@ -6,6 +6,7 @@ Protobuf and its compression are in the tests of the tinker client's API.
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import io
 import json
@@ -28,7 +29,7 @@ from tlora_megatron.service.front import Place
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.prepare.submission import PrepareRules, Refused, Submission
 from tlora_megatron.service.prepare.worker import validate
-from tlora_megatron.service.store import NewUpload
+from tlora_megatron.service.store import NewUpload, StoreError, StoreFull, StoreUnreachable
 
 PUBLIC = {"/", "/docs", "/openapi.json", "/api/v1/healthz", *probes.PATHS}
 """Paths that tell nothing of any tenant."""
@@ -375,6 +376,33 @@ def test_a_client_that_goes_away_leaves_no_trace_in_the_log(
         for path in (b"/v1/jobs", b"/api/v1/forward_backward", b"/v1/completions"):
             asyncio.run(begin(port, path))
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(OSError(errno.ENOSPC, "no"), 507), (StoreFull("no"), 507), (StoreUnreachable("no"), 503)],
+)
+def test_a_disk_or_store_that_refuses_costs_a_sentence_and_no_trace(
+    api: Api,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: Exception,
+    status: int,
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    client = TestClient(api.app, headers=bearer(api.token()))
+    monkeypatch.setattr(type(api.store.jobs), "page", refuse)
+    answers = [client.get("/v1/jobs")]
+    if isinstance(error, StoreError):  # also when a body comes, whose sender is looked up
+        api.service.gate._known.clear()
+        monkeypatch.setattr(type(api.store.tokens), "find", refuse)
+        answers.append(client.post("/v1/completions", content=b"{"))
+    for answer, record in zip(answers, caplog.records, strict=True):
+        assert (answer.status_code, answer.headers["Retry-After"]) == (status, "5")
+        assert not record.exc_info
+        assert record.getMessage().startswith("a request is refused: ")
 
 
 def test_a_body_that_drips_is_given_up(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,17 @@ def test_why_a_job_waits_is_said(root: Path) -> None:
     assert service.store.boards.why_jobs_wait() == {}
 
 
+def test_no_more_gpus_are_held_than_can_be_used(root: Path) -> None:
+    service = LiveService(root, gpus=4, policy="isolated")
+    for number in range(4):
+        service.submit(f"busy{number}", steps=400, batch=10)
+    service.run(5)
+    job = service.submit("late", steps=5)
+    assert service.controller.context.state.set_aside.put([0], service.controller.context.clock())
+    service.run(5)
+    assert service.store.boards.why_jobs_wait()[job].startswith("3 of 3 GPUs are held by 3 jobs,")
+
+
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_a_gang_starts_beside_the_one_that_it_takes_over_from(root: Path, is_killed: bool) -> None:
     """No job is lost or trained twice, also if controllers are killed again and again meanwhile."""
@@ -326,16 +337,21 @@ def test_failed_saves_pause_a_job(root: Path, restarts: bool) -> None:
 def test_a_store_that_refuses_to_write_stops_only_what_is_new(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, _ = one_job(root, steps=30)
+    service, job = one_job(root, steps=30)
     hear = service.store.gangs.hear
 
     def full(events: object) -> list[object]:
         raise StoreFull("database or disk is full")
 
     monkeypatch.setattr(service.store.gangs, "hear", full)
-    service.run(10)
+    service.run(5)
+    for step in (4, 5, 6):  # behind the second the job would be paused
+        service.gang.tell("not_saved", job, step=step, error="no space left on device")
+    service.run(5)
     assert "the store refuses to write" in service.said[-1]
     monkeypatch.setattr(service.store.gangs, "hear", hear)
+    service.run(3)
+    assert service.job(job).state == "running"
     service.run()
     assert service.states() == {"one": "finished"}
 

@@ -211,8 +211,8 @@ class Following:
                 self.reads += 1
                 try:
                     found.append((channel, *channel.history.read()))
-                except (OSError, ValueError):
-                    logger.exception("job %s", channel.job)
+                except (OSError, ValueError) as error:
+                    logger.warning("job %s is read later: %s", channel.job, error)
                     continue
                 channel.stamp = stamp
         return found

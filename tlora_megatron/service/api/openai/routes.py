@@ -8,7 +8,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse, Response
 
-from tlora_megatron.service.api.gate import Caller, Reader, Submitter, missing
+from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing, refused
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai import jobs, parts
 from tlora_megatron.service.api.openai.jobs import asked_of
@@ -33,6 +33,7 @@ from tlora_megatron.service.api.openai.uploads import (
 )
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
+from tlora_megatron.service.removal import act_on
 from tlora_megatron.service.store import Job, JobState, NotFound, Upload
 
 
@@ -156,6 +157,17 @@ def models_router(service: Service) -> APIRouter:
                 if model.startswith(found["id"]):
                     return {**found, "id": model}
         raise no_model(model)
+
+    @routes.delete("/{model:path}")
+    def delete(model: str, caller: Submitter) -> dict[str, Any]:
+        """Deletes a fine-tuned model, with its job and all files of it, unless one needs them."""
+        found, asked = get(model, caller), split_model(model)
+        if found["owned_by"] == OWNER or asked.job is None or asked.step is not None:
+            raise refused("model", "be the name of a fine-tuned model of yours", model)
+        acted = act_on(service.home, service.store, "remove", [asked.job], f"token {caller.token}")
+        for sentence in acted.refused.values():
+            raise ApiError(400, sentence, param="model")  # on 409 the client would try again
+        return {"id": model, "object": "model", "deleted": True}
 
     return routes
 

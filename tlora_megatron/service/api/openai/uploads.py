@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -183,8 +183,8 @@ class Arrival:
 
     def close(self) -> None:
         """Removes what did not become a file."""
-        self._file.close()
-        self._partial.unlink(missing_ok=True)
+        with closing(self._file):  # which a full disk refuses, too
+            self._partial.unlink(missing_ok=True)
 
 
 class Incoming:

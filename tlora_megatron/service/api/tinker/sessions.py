@@ -144,6 +144,8 @@ class Reaper:
             await asyncio.sleep(LOOK_S)
             try:
                 await self.look()
+            except (StoreError, OSError) as error:
+                logger.warning("sessions are looked after later: %s", error)
             except Exception:
                 logger.exception("sessions could not be looked after")
 
@@ -154,6 +156,8 @@ class Reaper:
         for session in await self._service.read(self._service.store.sessions.all):
             try:
                 await self._look_at(TenantContext(self._service, session.tenant), session)
+            except StoreError:
+                raise
             except Exception:  # others' sessions end all the same
                 logger.exception("session %s could not be looked after", session.id)
 
@@ -162,8 +166,8 @@ class Reaper:
         self._flushed_at = self._now()
         try:
             await self._service.read(self._service.store.sessions.flush)
-        except StoreError:
-            logger.exception("heartbeats could not be written")
+        except StoreError as error:
+            logger.warning("heartbeats are written later: %s", error)
 
     async def _look_at(self, context: TenantContext, session: Session) -> None:
         now = self._now()

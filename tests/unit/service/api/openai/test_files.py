@@ -102,6 +102,15 @@ def test_sizes_have_limits(client: OpenAI, api: Api, monkeypatch: pytest.MonkeyP
     assert len(list(folder_of(api).iterdir())) == 1
 
 
+def test_what_a_full_disk_has_cut_does_not_stay(tmp_path: Path) -> None:
+    arrival = uploads.Arrival(tmp_path / "file-1", 100, None)
+    arrival._file = open("/dev/full", "wb")  # noqa: SIM115
+    arrival.write(b"x")
+    with pytest.raises(OSError, match="No space left"):
+        arrival.close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_comes_in_parts(client: OpenAI, api: Api) -> None:
     whole = {"file": CHATS, "filename": "../c.jsonl", "bytes": len(CHATS), "part_size": 100}
     md5 = hashlib.md5(CHATS).hexdigest()

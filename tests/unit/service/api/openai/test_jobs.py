@@ -200,12 +200,22 @@ def test_a_model_that_was_trained_is_continued(
         go_on(client, f"{name}:ckpt-step-2")
     with pytest.raises(openai.BadRequestError, match="model must be one of yours"):
         go_on(client_of("bob"))
+    with pytest.raises(openai.BadRequestError, match=f"the unfinished job {second.id} names"):
+        client.models.delete(name)
     start(api.store, second.id)
     finish(api.store, second.id)
     trained = f"ft:{BASE}:ann:t:{second.id}"
     assert client.fine_tuning.jobs.retrieve(second.id).fine_tuned_model == trained
     assert [model.id for model in client.models.list()] == [BASE, trained, name]
     assert client.models.retrieve(trained).id == trained
+    with pytest.raises(openai.NotFoundError):
+        client_of("bob").models.delete(name)
+    for other in (BASE, f"{name}:ckpt-step-2"):
+        with pytest.raises(openai.BadRequestError, match="must be the name of a fine-tuned model"):
+            client.models.delete(other)
+    assert client.models.delete(name).deleted
+    assert [model.id for model in client.models.list()] == [BASE, trained]
+    assert not api.home.job(first.id).exists()
 
 
 def test_checkpoints_have_pages(client: OpenAI, file: str, api: Api) -> None:
