@@ -244,7 +244,8 @@ def disk(folder: Path) -> None:
         models = [client_loop.create(served.address, client.token, 4) for _ in range(2)]
         losses = client_loop.train(models[0], rows, 30)
         client.submit("beside", 300)
-        client.wait_for("beside", step=20)
+        client.submit("ends", 50)
+        client.wait_for("beside", "ends", step=20)
         client.submit("late", 50)
         driven = pool.submit(client_loop.train, models[1], rows, 30)
         end_s = time.monotonic() + 8
@@ -260,10 +261,10 @@ def disk(folder: Path) -> None:
         assert served.log.read_text().count(said) == 1
         served.wait_until(lambda: client.submit("after", 5).status_code == 201, "the store")
         assert client.upload(b'{"text": "a"}\n').status_code == 200
-        client.wait_for("beside", "late", "after")
+        client.wait_for("beside", "ends", "late", "after")
         assert driven.result() == losses
         client.check("beside")
-        for name in ("alone", "beside", "late", "after"):
+        for name in ("alone", "beside", "ends", "late", "after"):
             job = client.jobs()[name]
             assert job.state == "finished"
             lines = (served.home.job(job.id) / "metrics.jsonl").read_text().splitlines()

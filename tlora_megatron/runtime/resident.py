@@ -145,6 +145,7 @@ def _make_loop(
         quantisation=opened.card,
         has_metrics=opened.groups.is_writer,
         may_write=may_write,
+        waits_for_room=watch.waits_for_room,
     )
     loop = Loop(
         super_model,
