@@ -15,6 +15,7 @@ from tests.helpers.block_jobs import BLOCK_JOBS
 from tests.helpers.deepspeed_cases import run_cases, write_config, zero
 from tests.helpers.scenario import JOBS, assert_run_equals_oracle, make_scenario, take_fingerprint
 from tests.helpers.scenario_worlds import entry
+from tests.helpers.session import further
 
 NAMES = tuple(job["name"] for job in JOBS)
 OVER_EXPERTS = {"attention": ["q_proj", "v_proj"], "outputs": ["k_proj", "o_proj"]}
@@ -26,7 +27,8 @@ Case = tuple[dict[str, Any], tuple[str, ...]]
 WORLDS: dict[str, tuple[int, dict[str, Case]]] = {
     "one process": (1, {"ZeRO-0": (zero(0), ()), "ZeRO-3 recompute": (zero(3), FULL)}),
     "DP2": (2,
-     {"ZeRO-0": (zero(0), ()), "ZeRO-0 offload": (zero(0, **OFFLOAD), ()), "ZeRO-1": (zero(1), ()),
+     {"ZeRO-0": (zero(0), ()), **further({"ZeRO-0 offload": (zero(0, **OFFLOAD), ())}),
+      "ZeRO-1": (zero(1), ()),
       "ZeRO-2 offload": (zero(2, **OFFLOAD), ()),
       "ZeRO-2 by time": (zero(2),
        ("run.portion_tokens=null", "run.round_depth=2", "run.micro_batch_tokens=104")),
@@ -43,8 +45,8 @@ EXPERTS: dict[str, Case] = {
     "experts, ZeRO-0": (zero(0), ()),
     "experts, ZeRO-1": (zero(1), ("run.portion_tokens=null",)),
     "experts, ZeRO-2 offload": (zero(2, **OFFLOAD), ("run.micro_batch_tokens=104",)),
-    "experts, ZeRO-3": (zero(3), ()),
     "experts, ZeRO-3 recompute": (zero(3), FULL),
+    **further({"experts, ZeRO-3": (zero(3), ())}),
 }
 """Beside those of DP2, in the same processes."""
 CASES = [

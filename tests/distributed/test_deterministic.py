@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.scenario import losses, make_scenario
 from tests.helpers.scenario_worlds import entry, run_cases
+from tests.helpers.session import ALL_TESTS
 
 JOB = "everything"
 STEPS = 4
@@ -86,7 +87,7 @@ def digest(run: Path) -> str:
 
 @given(company(), st.data())
 @settings(
-    max_examples=2,
+    max_examples=4 if ALL_TESTS else 1,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],

@@ -21,6 +21,7 @@ from tests.helpers.scenario import (
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
+from tests.helpers.session import further
 
 _TP = ("parallel.tp_size=2",)
 _SP = (*_TP, "parallel.sequence_parallel=true")
@@ -33,15 +34,19 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     2: {
         "EP2": _EP,
-        "EP2 full recompute": (*_EP, "run.recompute=full"),
         "EP2 selective recompute": (*_EP, "run.recompute=selective"),
-        "CP2xEP2": (*_EP, "parallel.cp_size=2"),
         "TP2": _TP,
         "TP2+SP": (*_SP, "run.recompute=selective"),
         "TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
-        "TP2+SP, experts whole": (*_SP, "parallel.expert_tp_size=1"),
         "PP2": ("parallel.pp_size=2", "run.recompute=full"),
         "DP2": (),
+        **further(
+            {
+                "EP2 full recompute": (*_EP, "run.recompute=full"),
+                "CP2xEP2": (*_EP, "parallel.cp_size=2"),
+                "TP2+SP, experts whole": (*_SP, "parallel.expert_tp_size=1"),
+            }
+        ),
     },
     4: {"TP2+SPxEP2": (*_SP, *_EP), "PP2xEP2": (*_EP, "parallel.pp_size=2")},
 }
@@ -55,9 +60,10 @@ SHARED_BY_ROWS = ("run.recompute=auto", "run.gpu_memory_gb=0.0018")
 BESIDE_SHARED = {name: SHARED[name] for name in ("attention", "everything", "outputs")}
 SHARED_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"shared, one process": (), "shared, full recompute": ("run.recompute=full",)},
-    2: {"shared, EP2": (*_EP, "run.recompute=selective"), "shared, TP2": _TP,
+    2: {"shared, EP2": (*_EP, "run.recompute=selective"),
      "shared, TP2+SP": (*_SP, "run.recompute=selective"),
-     "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1")},
+     **further({"shared, TP2": _TP,
+      "shared, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1")})},
 }  # fmt: skip
 
 OF_GPT_OSS: dict[str, dict[str, Any]] = {
@@ -74,10 +80,14 @@ GPT_OSS_LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "gpt-oss, EP2": _EP,
         "gpt-oss, CP2xEP2": (*_EP, "parallel.cp_size=2", "run.recompute=full"),
-        "gpt-oss, TP2": (*_TP, "run.recompute=full"),
         "gpt-oss, TP2+SP": (*_SP, "run.recompute=selective"),
-        "gpt-oss, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
         "gpt-oss, PP2": ("parallel.pp_size=2",),
+        **further(
+            {
+                "gpt-oss, TP2": (*_TP, "run.recompute=full"),
+                "gpt-oss, TP2+SPxEP2": (*_SP, *_EP, "parallel.expert_tp_size=1"),
+            }
+        ),
     },
     4: {"gpt-oss, TP2+SPxEP2, experts cut": (*_SP, *_EP)},
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ import yaml
 from tests.helpers.gang_driver import digest, quickstart_base
 from tests.helpers.gang_worker import LAYOUT, RUN, STEPS, documents
 from tests.helpers.real_gang import drive
+from tests.helpers.session import ALL_TESTS
 from tests.helpers.standing_world import world
 
-ALL = os.environ.get("TLORA_ALL_TESTS") == "1"
-KILLS = 50 if ALL else 2
+KILLS = 50 if ALL_TESTS else 1
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def test_gang_that_wakes_up_past_its_lease_changes_no_file_that_is_read(tmp_path
     assert result["changed"] == []
 
 
-@pytest.mark.skipif(not ALL, reason="stands still for a minute; TLORA_ALL_TESTS=1 runs it")
+@pytest.mark.skipif(not ALL_TESTS, reason="stands still for a minute; TLORA_ALL_TESTS=1 runs it")
 def test_hung_rank_is_named_and_idling_is_not_hanging(tmp_path: Path) -> None:
     result = drive("hung", tmp_path / "service")
     assert "rank 1 on host" in result["reason"]

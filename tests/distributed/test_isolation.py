@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers.isolation import (
     CASES,
     GROUPINGS,
+    IN_NANO_BATCHES,
     INCIDENTS,
     INCIDENTS_OF,
     LAYOUTS,
@@ -41,8 +42,6 @@ INCIDENT_RUNS = [
     *(pytest.param(2, f"{layout} ", name,
       id=f"{layout}, {name}") for layout in LAYOUTS for name in INCIDENTS_OF[layout]),
 ]  # fmt: skip
-
-IN_NANO_BATCHES = ("TP2", "TP2+SP")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from tests.helpers.scenario import (
     take_fingerprint,
 )
 from tests.helpers.scenario_worlds import World, cases_of, entry, run_cases, worlds
+from tests.helpers.session import further
 
 NAMES = tuple(job["name"] for job in JOBS)
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -37,12 +38,9 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2": ("parallel.tp_size=2",),
         "TP2+SP": ("parallel.tp_size=2", "parallel.sequence_parallel=true"),
         "PP2": ("parallel.pp_size=2", "parallel.lora_sharding=s_lora"),
-        "PP2 uneven": ("parallel.pp_size=2", "parallel.first_stage_layers=3"),
-        "PP2 full recompute": ("parallel.pp_size=2", "run.recompute=full"),
+        "PP2 uneven": ("parallel.pp_size=2", "parallel.first_stage_layers=3", "run.recompute=full"),
         "TP2+SP recompute by rows": ("parallel.tp_size=2", "parallel.sequence_parallel=true",
          "run.nano_batches=2", "run.recompute=auto", "run.gpu_memory_gb=0.30238"),
-        "CP2 recompute by rows": ("parallel.cp_size=2", "run.recompute=auto",
-         "run.gpu_memory_gb=0.3029"),
         "PP2 recompute by rows": ("parallel.pp_size=2", "run.recompute=auto",
          "run.gpu_memory_gb=0.3022"),
         "DP2": (),
@@ -52,6 +50,10 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "CP2 and recompute by micro-batch": ("parallel.cp_size=2",
          "parallel.cp_by_micro_batch=true", "run.micro_batch_tokens=128", "run.round_depth=2",
          "run.recompute=auto", "run.gpu_memory_gb=0.3029"),
+        **further({
+            "CP2 recompute by rows": ("parallel.cp_size=2", "run.recompute=auto",
+             "run.gpu_memory_gb=0.3029"),
+        }),
     },
     4: {
         "TP2xPP2": ("parallel.tp_size=2", "parallel.pp_size=2"),

@@ -5,7 +5,6 @@ A few schedules are always tried; with TLORA_ALL_TESTS=1 a hundred in each layou
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import count
@@ -16,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.resident_case import Command, Resident, resident
+from tests.helpers.session import ALL_TESTS
 from tlora_megatron.training.metrics import read_metrics
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2 sharded optimizer": {"shard_optimizer": True},
 }
 NUM_STEPS = 6
-NUM_SCHEDULES = 100 if os.environ.get("TLORA_ALL_TESTS") else 2
+NUM_SCHEDULES = 100 if ALL_TESTS else 2
 _numbers = count()
 
 

@@ -44,7 +44,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     jobs = [job for job in JOBS if job["name"] in NAMES]
     # Room for all batches: a resumed run then packs the same micro-batches.
     run = {"micro_batch_tokens": 2048, "checkpoint_every_steps": CHECKPOINT_EVERY}
-    sizes: dict[str, Any] = {"num_layers": 4, "num_steps": NUM_STEPS}
+    sizes: dict[str, Any] = {"num_layers": 2, "num_steps": NUM_STEPS}
     root = tmp_path_factory.mktemp("nodes")
     return make_scenario(root, jobs, dropout={"everything": 0.1}, run=run, **sizes)
 

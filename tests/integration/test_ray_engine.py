@@ -27,6 +27,7 @@ from tests.helpers.engine_case import (
 from tests.helpers.launch import wait_until
 from tests.helpers.ray_cluster import RayCluster, ray_cluster, start_ray
 from tests.helpers.real_gang import digests, drive
+from tests.helpers.session import ALL_TESTS
 from tlora_megatron.service.engines.protocol import GangEngine, say_died
 from tlora_megatron.service.engines.ray.engine import ADDRESS, AUTH, RayEngine, cluster_address
 from tlora_megatron.service.home import Home
@@ -35,8 +36,7 @@ from tlora_megatron.service.messages import GangFolder
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="needs Ray (pip install 'tlora-megatron[ray]')"
 )
-RUNS_ALL = bool(os.environ.get("TLORA_ALL_TESTS"))
-ALL = pytest.mark.skipif(not RUNS_ALL, reason="takes long; TLORA_ALL_TESTS=1 runs it")
+ALL = pytest.mark.skipif(not ALL_TESTS, reason="takes long; TLORA_ALL_TESTS=1 runs it")
 
 ALWAYS = ("test_commands_are_carried_out_once", "test_new_engine_takes_up_what_lives")
 """Tests of the class that always run; each start of a gang costs Ray two processes and seconds."""
@@ -52,7 +52,7 @@ def cluster() -> Iterator[RayCluster]:
 def open_engine(
     cluster: RayCluster, root: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[OpenEngine]:
-    if not RUNS_ALL and request.node.name not in ALWAYS:
+    if not ALL_TESTS and request.node.name not in ALWAYS:
         pytest.skip("takes long; TLORA_ALL_TESTS=1 runs it")
     for name, value in cluster.environment.items():
         monkeypatch.setenv(name, value)

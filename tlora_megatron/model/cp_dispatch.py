@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tlora_megatron.model.dispatch import ReplicaRate, deal, largest_first
+from tlora_megatron.model.dispatch import ReplicaRate, deal
+from tlora_megatron.model.micro_batches import largest_first
 
 Cut = Callable[[Sequence[int], int], list[list[int]]]
 """From the rows of a team's sequences and its size to its micro-batches: places in the rows."""

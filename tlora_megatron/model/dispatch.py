@@ -1,4 +1,4 @@
-"""Chooses which sequences enter a round, which replica runs each, and how it cuts them.
+"""Chooses which sequences enter a round, and which replica runs each.
 
 Admission is apart from assignment: jobs take turns until the round holds `depth` micro-batches a
 replica, and only then are sequences given to replicas, by predicted time. Everything is
@@ -11,11 +11,12 @@ round ends before `sum over sequences of the least p * cost` / `sum over replica
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from tlora_megatron.model.micro_batches import cut, largest_first
 
 _ONE = 1 << 24
 """Fixed-point 1 of prices and steps."""
@@ -53,22 +54,6 @@ class ReplicaRate:
     def sequence_ps(self, rows: int) -> int:
         """Picoseconds of a sequence of so many rows."""
         return (self.token_ps + self.square_ps * rows) * rows
-
-
-def largest_first(sizes: Sequence[int]) -> list[int]:
-    """Returns the places of sizes, the largest first; equal ones stay in their order."""
-    return sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-
-
-def choose_num_micro_batches(tokens: float, capacity: float, dp_size: int, pp_size: int) -> int:
-    """Micro-batches a round: 1 without a pipeline; with one, enough to fill it, at most 4 a stage.
-
-    Short rounds let every job step as soon as its batch is done; 4 a stage keeps the 1F1B bubble
-    under `(pp - 1) / (5 pp - 1)`, a fifth.
-    """
-    if pp_size == 1:
-        return 1
-    return min(max(math.ceil(tokens / (capacity * dp_size)), pp_size), 4 * pp_size)
 
 
 def admit(queues: Sequence[Sequence[int]], *, first_slot: int, rooms: Sequence[int]) -> list[int]:
@@ -152,27 +137,6 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
     return _Unlike(lengths, order, rates).assign()
 
 
-def cut(lengths: Sequence[int], budget: int, fewest: int = 0) -> list[list[int]]:
-    """Cuts one replica's sequences into as few micro-batches as first fit finds, evenly filled.
-
-    Depends on the lengths alone. The fullest micro-batch comes first.
-
-    Args:
-        lengths: rows of each sequence, at most `budget`.
-        fewest: micro-batches that there must be, for which some may stay empty.
-
-    Returns:
-        Places in `lengths`, by micro-batch.
-    """
-    order = largest_first(lengths)
-    packed = _first_fit(lengths, order, budget)
-    packed += [[] for _ in range(fewest - len(packed))]
-    even = cut_evenly(lengths, len(packed), budget) if len(packed) > 1 else None
-    parts = packed if even is None else even
-    rows = [sum(lengths[i] for i in part) for part in parts]
-    return [parts[i] for i in largest_first(rows)]
-
-
 def share_out(
     lengths: Sequence[int], rates: Sequence[ReplicaRate], stages: Sequence[int] | None = None
 ) -> list[list[list[int]]]:
@@ -205,36 +169,6 @@ def predicted_ends_ps(
         sum(rate.fixed_ps + sum(map(rate.sequence_ps, lengths)) for lengths in share)
         for share, rate in zip(shares, rates, strict=True)
     ]
-
-
-def cut_evenly(lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """Cuts sequences into so many micro-batches of about equally many rows.
-
-    Returns:
-        Places in `lengths`, by micro-batch; None if one would hold more than `budget` rows.
-    """
-    loads = [(0, part) for part in range(count)]
-    parts: list[list[int]] = [[] for _ in loads]
-    for i in largest_first(lengths):
-        load, part = loads[0]
-        if load + lengths[i] > budget:
-            return None
-        parts[part].append(i)
-        heapq.heapreplace(loads, (load + lengths[i], part))
-    return parts
-
-
-def _first_fit(lengths: Sequence[int], order: Sequence[int], budget: int) -> list[list[int]]:
-    parts: list[list[int]] = []
-    room: list[int] = []
-    for i in order:
-        part = next((p for p, free in enumerate(room) if free >= lengths[i]), len(parts))
-        if part == len(parts):
-            parts.append([])
-            room.append(budget)
-        parts[part].append(i)
-        room[part] -= lengths[i]
-    return parts
 
 
 def _assign_alike(

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tlora_megatron.config.schema import shared_fields
-from tlora_megatron.model.dispatch import ReplicaRate, cut
+from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.model.layout import RECOMPUTES, ReplicaLayout
+from tlora_megatron.model.micro_batches import cut
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import CurveModel, ReplicaCurve, recompute_for_rows

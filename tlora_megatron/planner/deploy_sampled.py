@@ -9,8 +9,9 @@ from functools import partial
 from typing import NamedTuple, TypeVar
 
 from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams
-from tlora_megatron.model.dispatch import ReplicaRate, assign, cut, predicted_ends_ps, share_out
+from tlora_megatron.model.dispatch import ReplicaRate, assign, predicted_ends_ps, share_out
 from tlora_megatron.model.layout import ReplicaLayout
+from tlora_megatron.model.micro_batches import cut
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import DEPTHS, Plan, RoundDepth
 from tlora_megatron.planner.choices import CurveModel, replica_rate

@@ -22,7 +22,8 @@ from tlora_megatron.model.cp_dispatch import (
     share_among_teams,
     team_ends_ps,
 )
-from tlora_megatron.model.dispatch import ReplicaRate, admit, assign, cut, cut_evenly, turns
+from tlora_megatron.model.dispatch import ReplicaRate, admit, assign, turns
+from tlora_megatron.model.micro_batches import cut, cut_evenly
 from tlora_megatron.training.packing.portions import fill_bins
 
 KINDS = (

@@ -7,13 +7,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from tlora_megatron.model.dispatch import (
-    ReplicaRate,
-    admit,
-    choose_num_micro_batches,
-    share_out,
-    turns,
-)
+from tlora_megatron.model.dispatch import ReplicaRate, admit, share_out, turns
+from tlora_megatron.model.micro_batches import choose_num_micro_batches
 from tlora_megatron.planner.rounds.load import (
     ROWS_BIT,
     DrawnBatches,

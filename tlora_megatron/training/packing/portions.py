@@ -22,16 +22,9 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tlora_megatron.model.cp_dispatch import CpRates, share_among_teams, team_ends_ps
-from tlora_megatron.model.dispatch import (
-    ReplicaRate,
-    admit,
-    choose_num_micro_batches,
-    cut,
-    predicted_ends_ps,
-    share_out,
-    turns,
-)
+from tlora_megatron.model.dispatch import ReplicaRate, admit, predicted_ends_ps, share_out, turns
 from tlora_megatron.model.layout import RecomputeTable
+from tlora_megatron.model.micro_batches import choose_num_micro_batches, cut
 from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatch,

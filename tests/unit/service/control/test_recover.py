@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.live_service import LiveService, one_job
+from tests.helpers.session import ALL_TESTS
 from tests.helpers.store_chaos import check
 from tlora_megatron.service.control import executor
 from tlora_megatron.service.control.controller import steady_clock
@@ -311,9 +311,7 @@ def test_a_killed_gang_without_proof_is_asked_after_by_the_next_controller(
     assert service.states() == {"one": "finished"}
 
 
-EVERYTHING = bool(os.environ.get("TLORA_ALL_TESTS"))
-
-SEEDS = range(200 if EVERYTHING else 8)
+SEEDS = range(200 if ALL_TESTS else 8)
 
 CHANCES = (0.02, 0.05, 0.12)
 """Share of the effects at which a controller is killed."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from typing import Any
 
 import pytest
 
 from tests.helpers.launch import python
+from tests.helpers.session import ALL_TESTS
 from tests.unit.service.store.conftest import Clock
 from tests.unit.service.store.test_store import submitted
 from tlora_megatron.service.store import (
@@ -205,7 +205,7 @@ def test_uploads_are_a_tenant_s_own_and_count_until_they_are_deleted(store: Stor
 
 
 def test_no_acknowledged_submit_is_lost_or_made_twice(place: str) -> None:
-    kills = 40 if os.environ.get("TLORA_ALL_TESTS") else 4
+    kills = 40 if ALL_TESTS else 4
     counted = json.loads(
         python("-m", "tests.helpers.store_chaos", place, kills, 7).splitlines()[-1]
     )

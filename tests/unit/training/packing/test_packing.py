@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_megatron.model.dispatch import choose_num_micro_batches
+from tlora_megatron.model.micro_batches import choose_num_micro_batches
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, Placed, Round, batch_items, pack
 from tlora_megatron.training.packing.portions import fill_bins

@@ -131,7 +131,7 @@ def test_half_precision_and_the_default_blocks() -> None:
 
 @interpreted
 def test_portions_add_up_as_micro_batches_one_after_another() -> None:
-    rows = make_rows((90, 7, 0, 31), 3, budget=200, cuts=(20, 71, 94, 110))
+    rows = make_rows((44, 7, 0, 21), 3, budget=100, cuts=(20, 48, 60))
     case, rows, x, dy = made("q k v", rows)
     ops = TritonOps(config=SMALL)
     with poisoned_memory():
