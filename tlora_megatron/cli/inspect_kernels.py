@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
+from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.ops.kernel_build import built_library, cache_directory, find_compiler
 from tlora_megatron.ops.lora.kernel_choice import (
     VARIABLE,
@@ -46,6 +47,7 @@ def print_kernels(console: Console, description: dict[str, Any]) -> None:
             console.print(f"  {choice['dtype']}: {name} ({choice['reason']})", style=style)
             for faster in choice["faster"]:
                 console.print(f"    not {faster['name']}: {faster['problem']}", style="dim")
+        console.print(f"  attention: {device['attention']}")
     versions = description["versions"].items()
     console.print("versions: " + ", ".join(f"{name} {value or '-'}" for name, value in versions))
     console.print(f"CUDA compiler: {description['compiler'] or '-'}")
@@ -72,7 +74,16 @@ def _device(device: torch.device, count: int) -> dict[str, Any]:
         "count": count,
         "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
         "kernels": [_choice(device, dtype) for dtype in DTYPES],
+        "attention": _attention(device),
     }
+
+
+def _attention(device: torch.device) -> str:
+    """Whose kernels compute the attention of documents, and why."""
+    if found := flash4.used_on(device):
+        return found
+    why = flash4.problem_of(device) or f"{flash4.VARIABLE}=torch"
+    return f"torch (not flash-attn-4: {why})"
 
 
 def _choice(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
