@@ -156,3 +156,38 @@ def results_among(own: list[Tensor], lengths: list[int], place: int, sight: Sigh
     q, k, v = (x.requires_grad_() for x in whole[:3])
     out = attend_documents(q, k, v, view, 0.125, sight)
     return [x[rows].detach() for x in (out, *torch.autograd.grad(out, (q, k, v), whole[3]))]
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(("window", "has_sinks"), [(None, False), (64, True)])
+def test_what_is_not_finite_stays_in_its_document(
+    head_dim: int, window: int | None, has_sinks: bool
+) -> None:
+    sight = Sight(window=window, sinks_N=torch.randn(8, device="cuda") if has_sinks else None)
+    lengths = (37, 300, 1, 64, 585, 20, 20, 128, 129, 200)
+    begins = [sum(lengths[:place]) for place in range(len(lengths))]
+    torch.manual_seed(head_dim)
+    drawn = [torch.randn(sum(lengths), n, head_dim, device="cuda").bfloat16() for n in (8, 2, 2, 8)]
+    documents = [Document(slot=0, length=length) for length in lengths]
+    exactness = Exactness(row_budget=sum(lengths))
+    view = pack_micro_batch(documents, num_slots=1, num_tokens=sum(lengths), exactness=exactness)
+
+    def results(tensors: list[Tensor]) -> list[Tensor]:
+        q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+        out = attend_documents(q, k, v, view, 0.125, sight)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3].clone())]
+
+    clean = results(drawn)
+    for place in (1, 3, 5, 9):
+        own = slice(begins[place], begins[place] + lengths[place])
+        for which, name in enumerate(("q", "k", "v", "dout")):
+            for value in (float("nan"), float("inf"), 1e38):
+                for row in (own.start, (own.start + own.stop) // 2, own.stop - 1):
+                    ill = [x.clone() for x in drawn]
+                    ill[which][row, -1, 3] = value
+                    found = results(ill)
+                    if value != 1e38:
+                        assert not all(x[own].isfinite().all() for x in found), (place, name, row)
+                    for x, expected in zip(found, clean, strict=True):
+                        x[own] = expected[own]
+                        assert torch.equal(x, expected), (place, name, value, row)

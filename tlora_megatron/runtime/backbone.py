@@ -265,8 +265,6 @@ def import_backbone() -> None:
 
         with timeline.phase("imports"), lazy_compile():
             import tlora_megatron.integrations.megatron.engine  # noqa: F401
-
-            flash4.import_early()
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise

@@ -3,7 +3,8 @@
 On an H200 it takes 0.6 of the time of torch's kernels for documents of 585 tokens in the mean and
 half for one of 8,192, and its deterministic way back gives a document the same bits whatever is
 packed beside it. A call costs the host 0.3 ms both ways instead of 0.06, so small micro-batches
-stay with torch's kernels unless their bits must not depend on their size.
+stay with torch's kernels unless their bits must not depend on their size. `flash4_guard` keeps what
+is not finite in its own document.
 
 Kernels are compiled when they are first called, in about eight seconds, and kept in the cache
 folder. `TLORA_ATTENTION=torch|flash4` forces one or the other.
@@ -20,7 +21,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 VARIABLE = "TLORA_ATTENTION"
 _HEAD_DIMS = (64, 96, 128)
 """Version 4.0.0b36 returns wrong values for 80, and says nothing."""
-_MAJORS = (9, 10)
-"""Hopper and Blackwell."""
+_MAJOR = 9
+"""Hopper. Blackwell has other kernels, whose bits and reads behind documents nobody tried."""
 _FEWEST_ROWS = 2048
 """Below, a round of an 8B model waits for the host, not for attention."""
 _LONGEST = 129
@@ -91,8 +91,8 @@ def problem_of(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "no GPU"
     major, minor = torch.cuda.get_device_capability(device)
-    if major not in _MAJORS:
-        return f"compute capability must be 9.x or 10.x, got {major}.{minor}"
+    if major != _MAJOR:
+        return f"compute capability must be {_MAJOR}.x, got {major}.{minor}"
     if not is_installed():
         return "flash-attn-4 is not installed; pip install '.[attention]'"
     try:
@@ -103,19 +103,13 @@ def problem_of(device: torch.device) -> str | None:
     return None
 
 
-def import_early() -> None:
-    """Imports the package where it is installed, ahead of its first call."""
-    if is_installed():
-        with suppress(Exception):  # `problem_of` tells it
-            load()
-
-
 @functools.cache
 def load() -> Callable[..., Any]:
     """Imports the package and returns its attention of documents.
 
-    It needs helpers of the package quack, whose own import would compile nothing we use and bring
-    `torch._dynamo`, which takes longer than all the rest.
+    Its import starts CUDA: not to be done ahead, in processes that fork. It needs helpers of the
+    package quack, whose own import would bring `torch._dynamo`, which takes longer than all the
+    rest.
     """
     keep_compiled()
     spec = importlib.util.find_spec("quack")
@@ -176,7 +170,11 @@ def attend(
         window: keys that a query sees, its own included; None = all up to its own.
         is_exact: gradients have the same bits every time, and in any company.
     """
-    out = load()(
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.frozen.flash4_guard import guard_inputs, guard_output
+
+    guard, q_TND, k_KGD, v_KGD = guard_inputs(q_TND, k_KGD, v_KGD, begins)
+    found = load()(
         q_TND,
         k_KGD,
         v_KGD,
@@ -190,4 +188,4 @@ def attend(
         learnable_sink=sinks_N,
         deterministic=is_exact or torch.are_deterministic_algorithms_enabled(),
     )
-    return out[0] if isinstance(out, tuple) else out
+    return guard_output(guard, found[0] if isinstance(found, tuple) else found)
