@@ -8,8 +8,7 @@ another from one process; `submits of 8 at once`: from eight processes, each its
 100`: a hundred in each call. Then 10,000 jobs are queued and 1,000 run in 50 gangs: `start` is
 opening and loading such a store in a new process, and `memory` that process's; `page` is a list of
 100 jobs, read alone and beside submits; `poll` asks whether anything changed. Without --place it
-makes a SQLite file in a temporary folder of the working directory, for /tmp may be memory. The load
-averages before and after are rows too: a time from a busy machine says little.
+makes a SQLite file in the working directory, for /tmp may be memory. Load averages are rows, too.
 """
 
 from __future__ import annotations

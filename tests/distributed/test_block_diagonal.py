@@ -19,6 +19,7 @@ from tests.helpers.scenario import (
     make_scenario,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, layout_params, live, worlds
+from tests.helpers.session import further
 from tests.helpers.standing_world import world
 from tests.helpers.train_worker import starts
 
@@ -32,11 +33,11 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
     2: {
         "TP2": ("parallel.tp_size=2",),
         "TP2+SP": TP2_SP,
-        "TP2+SP full recompute": (*TP2_SP, "run.recompute=full"),
         "TP2+SP nano-batches": (*TP2_SP, "run.nano_batches=2"),
         "PP2": ("parallel.pp_size=2",),
         "DP2": (),
         "CP2": ("parallel.cp_size=2",),
+        **further({"TP2+SP full recompute": (*TP2_SP, "run.recompute=full")}),
     },
     4: {
         "TP4": ("parallel.tp_size=4",),

@@ -20,6 +20,7 @@ from tests.helpers.scenario import (
     summary_of,
 )
 from tests.helpers.scenario_worlds import Case, Life, World, cases_of, layout_params, live, worlds
+from tests.helpers.session import further
 from tests.helpers.standing_world import world
 from tests.helpers.train_worker import starts
 
@@ -49,8 +50,8 @@ LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
         "TP2 rank_exchange": TP2 + _by("rank_exchange"),
         "TP2 s_lora": TP2 + _by("s_lora"),
         "TP2+SP rank_exchange": TP2 + SP + _by("rank_exchange"),
-        "TP2+SP s_lora": TP2 + SP + _by("s_lora"),
         "TP2+SP s_lora full recompute": (*TP2, *SP, *_by("s_lora"), "run.recompute=full"),
+        **further({"TP2+SP s_lora": TP2 + SP + _by("s_lora")}),
     },
     4: {
         "TP4 s_lora": TP4 + _by("s_lora"),

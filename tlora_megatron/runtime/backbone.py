@@ -263,7 +263,7 @@ def import_backbone() -> None:
     try:
         from tlora_megatron.integrations.megatron.imports import lazy_compile
 
-        with timeline.phase("imports"), lazy_compile():
+        with timeline.phase("imports"), lazy_compile(), flash4.hidden():
             import tlora_megatron.integrations.megatron.engine  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":

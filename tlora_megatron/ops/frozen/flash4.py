@@ -20,7 +20,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -49,6 +50,23 @@ def is_installed() -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+@contextmanager
+def hidden() -> Iterator[None]:
+    """Has others find the package missing.
+
+    Megatron-core would import it with itself, which takes seconds and starts CUDA: before
+    `run.deterministic` has told cuBLAS what it needs, or in a process that is to fork.
+    """
+    if "flash_attn.cute" in sys.modules:
+        yield
+        return
+    sys.modules["flash_attn.cute"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["flash_attn.cute"]
 
 
 def keep_compiled() -> None:
@@ -107,9 +125,8 @@ def problem_of(device: torch.device) -> str | None:
 def load() -> Callable[..., Any]:
     """Imports the package and returns its attention of documents.
 
-    Its import starts CUDA: not to be done ahead, in processes that fork. It needs helpers of the
-    package quack, whose own import would bring `torch._dynamo`, which takes longer than all the
-    rest.
+    It needs helpers of the package quack, whose own import would compile nothing we use and bring
+    `torch._dynamo`, which takes longer than all the rest.
     """
     keep_compiled()
     spec = importlib.util.find_spec("quack")
