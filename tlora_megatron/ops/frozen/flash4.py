@@ -106,7 +106,7 @@ def used_on(device: torch.device) -> str | None:
 @functools.cache
 def problem_of(device: torch.device) -> str | None:
     """Returns why it does not run on a device, None where it does."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not torch.cuda.is_available():
         return "no GPU"
     major, minor = torch.cuda.get_device_capability(device)
     if major != _MAJOR:

@@ -30,6 +30,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flash4.problem_of(torch.device("cpu")) == "no GPU"
     gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(flash4, "is_installed", lambda: False)
     for capability, problem in (((10, 0), "must be 9.x, got 10.0"), ((9, 0), "pip install")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
@@ -39,6 +40,7 @@ def test_a_machine_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_installation_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(flash4, "is_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)
