@@ -9,12 +9,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
+from tlora_megatron.config.reader import (
+    ConfigError,
+    check_partial,
+    fields_of,
+    merge,
+    must,
+    nearest,
+    read_spec,
+)
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
@@ -149,7 +157,7 @@ def read_job(
 
 def job_to_dict(job: JobSpec) -> dict[str, Any]:
     """Plain values from which `read_job` reads the same job."""
-    document: dict[str, Any] = plain(asdict(job))
+    document: dict[str, Any] = plain(job)
     return without_filled(document) if job.driven else document
 
 
@@ -232,11 +240,20 @@ def ignored_job_settings(job: JobSpec) -> list[str]:
     return found
 
 
+_SCALARS = (str, int, float, bool, type(None))
+
+
 def plain(value: Any) -> Any:
-    """The value with lists in the place of tuples, as JSON and YAML give it back."""
+    """A spec or another value as JSON and YAML give it back: of mappings, lists and scalars."""
+    if type(value) in _SCALARS:  # by far the most
+        return value
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if is_dataclass(value):
+        return {name: plain(getattr(value, name)) for name in fields_of(type(value))}
+    return value
 
 
 _EXAMPLE = "write 1xCP8@65536 + 2xTP2+SP@12288/selective + 4xTP1@6144"

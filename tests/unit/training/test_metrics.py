@@ -6,12 +6,13 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.launch import imported
+from tests.helpers.launch import HANG_S, imported
 from tlora_megatron.training import metrics
 from tlora_megatron.training.metrics import JobMetrics, read_metrics, write_summary
 
@@ -156,6 +157,36 @@ def test_tensorboard_events_hide_what_a_resume_takes_again(tmp_path: Path) -> No
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
     assert [e.step for e in events.Scalars("eval/loss")] == [6]
+
+
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.compat.tensorflow_stub.io.gfile import LocalFileSystem
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "disk full")
+
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    often = partial(metrics._summary_writer(), flush_secs=0.01)
+    monkeypatch.setattr(metrics, "_summary_writer", lambda: lambda flush_secs, **to: often(**to))
+    with JobMetrics(tmp_path, "j", tensorboard=True, wandb_project=None) as job:
+        log_steps(job, 1, 3)
+        job._events.flush()
+        with monkeypatch.context() as full, open("/dev/full", "ab", buffering=0) as nowhere:
+            full.setattr(LocalFileSystem, "append", refuse)
+            full.setattr(job, "_file", nowhere)
+            log_steps(job, 3, 4)
+            job._events.file_writer.event_writer._async_writer._worker.join(HANG_S)
+            log_steps(job, 4, 6)
+        log_steps(job, 6, 8)
+    events = EventAccumulator(str(job.path.parent / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("train/loss")] == [1, 2, 6, 7]
+    assert [line["step"] for line in read_metrics(job.path)] == [*range(1, 8)]
+    assert [r.message for r in caplog.records][1:] == ["job j: TensorBoard goes on at step 6"]
 
 
 def test_without_tensorboard_one_warning_for_all_jobs(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
+from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -291,7 +292,13 @@ TINKER = (session, model, sampler, checkpoint_note)
 def query_of(row: type) -> Select[Any]:
     """A query for rows of a class, to be narrowed."""
     columns = _TABLES[row].c
-    return select(*(columns[entry.name] for entry in fields(row) if entry.name in columns))
+    return select(*(columns[name] for name in _names_of(row)))
+
+
+@cache
+def _names_of(row: type) -> tuple[str, ...]:
+    """The fields of a class that are columns."""
+    return tuple(entry.name for entry in fields(row) if entry.name in _TABLES[row].c)
 
 
 def find_all(connection: Connection, row: type[Row], query: Executable) -> list[Row]:
@@ -307,9 +314,7 @@ def find_one(connection: Connection, row: type[Row], query: Executable) -> Row |
 
 def values_of(value: Any) -> dict[str, Any]:
     """A row's columns by name, as statements take them."""
-    columns = _TABLES[type(value)].c
-    names = (entry.name for entry in fields(value) if entry.name in columns)
-    return {name: getattr(value, name) for name in names}
+    return {name: getattr(value, name) for name in _names_of(type(value))}
 
 
 def insert(connection: Connection, value: Any, **more: Any) -> None:
