@@ -144,9 +144,10 @@ def _table(
     return _TABLES[row]
 
 
-def _where(condition: str) -> dict[str, Any]:
-    """The condition of an index that holds some rows alone."""
-    return {"sqlite_where": text(condition), "postgresql_where": text(condition)}
+def suit_postgres() -> None:
+    """Gives indexes of some rows alone their condition there: its dialect takes 40 ms to import."""
+    for index in (index for table in metadata.tables.values() for index in table.indexes):
+        index.dialect_options["postgresql"]["where"] = index.dialect_options["sqlite"]["where"]
 
 
 schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))
@@ -161,8 +162,8 @@ job = _table(
     UniqueConstraint("tenant", "key", name="job_key"),
     Index("job_by_state", "state", "number"),
     Index("job_by_name", "tenant", "name", "number"),
-    Index("job_unfinished_name", "tenant", "name", unique=True, **_where(UNFINISHED)),
-    Index("job_with_wish", "number", **_where("wish IS NOT NULL")),
+    Index("job_unfinished_name", "tenant", "name", unique=True, sqlite_where=text(UNFINISHED)),
+    Index("job_with_wish", "number", sqlite_where=text("wish IS NOT NULL")),
     key=["number"],
     without=["is_new"],
 )
@@ -180,7 +181,7 @@ document_text = cast(document.c.body, Text)
 gang = _table(
     "gang",
     rows.Gang,
-    Index("gang_one_alive", "name", unique=True, **_where("state != 'ended'")),
+    Index("gang_one_alive", "name", unique=True, sqlite_where=text("state != 'ended'")),
     Index("gang_by_end", "ended_at"),
     key=["name", "epoch"],
 )
@@ -191,7 +192,7 @@ command = _table(
     Column("written_at", Double, nullable=False),
     Column("applied_at", Double),
     ForeignKeyConstraint(["gang", "epoch"], ["gang.name", "gang.epoch"]),
-    Index("command_unapplied", "gang", "epoch", "seq", **_where("applied_at IS NULL")),
+    Index("command_unapplied", "gang", "epoch", "seq", sqlite_where=text("applied_at IS NULL")),
     key=["gang", "epoch", "seq"],
 )
 
@@ -202,7 +203,7 @@ lease = _table(
     Column("why", Text),
     ForeignKeyConstraint(["job"], ["job.id"]),
     ForeignKeyConstraint(["gang", "gang_epoch"], ["gang.name", "gang.epoch"]),
-    Index("lease_one_a_job", "job", unique=True, **_where("ended_at IS NULL")),
+    Index("lease_one_a_job", "job", unique=True, sqlite_where=text("ended_at IS NULL")),
     Index("lease_by_end", "ended_at"),
     key=["job", "epoch"],
 )
