@@ -101,13 +101,9 @@ def imported(code: str, *packages: str, speaks: bool = False) -> set[str]:
 
 
 def wait_until(
-    holds: Callable[[], bool],
-    what: str,
-    said: Callable[[], object] = lambda: "",
-    *,
-    every_s: float = 0.01,
+    holds: Callable[[], bool], what: str, said: Callable[[], object] = lambda: ""
 ) -> None:
-    """Looks again and again until something holds.
+    """Looks every 10 ms until something holds.
 
     Raises:
         AssertionError: naming `what`, with what is `said` of it then, if it never comes true.
@@ -115,7 +111,7 @@ def wait_until(
     end_s = time.monotonic() + HANG_S
     while not holds():
         assert time.monotonic() < end_s, f"{what}: not within {HANG_S} s\n{said()}"
-        time.sleep(every_s)
+        time.sleep(0.01)
 
 
 def _target(worker: Path | str) -> list[str]:

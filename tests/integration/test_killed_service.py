@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -52,7 +53,7 @@ BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
 FIRST = ("job-0",) if KILLS == 1 else ("job-0", "job-1", "job-2")
 STEPS = 30 if KILLS == 1 else 150
 _LOOK_S = 0.1
-"""Looking at all processes takes milliseconds of the two cores on which they run."""
+"""Before each look at all processes or jobs, which takes milliseconds of their two cores."""
 
 
 class Service:
@@ -88,10 +89,10 @@ class Service:
             self.process.wait()
             self.start()
         else:
-            has_killed = lambda: self._has_killed(role)  # noqa: E731
-            wait_until(has_killed, role, self.log.read_text, every_s=_LOOK_S)
+            wait_until(partial(self._has_killed, role), role, self.log.read_text)
 
     def _has_killed(self, role: str) -> bool:
+        time.sleep(_LOOK_S)
         if role == "gang":
             return bool([rank.kill() for rank in self.ranks() if not rank.is_over])
         for child in psutil.Process(self.process.pid).children(recursive=True):
@@ -176,15 +177,10 @@ def clients(service: Service, token: str) -> Iterator[Counter[tuple[str, int]]]:
 
 def _wait_for_all(store: Store, service: Service) -> None:
     def are_over() -> bool:
+        time.sleep(_LOOK_S)
         return all(row.state.is_over for row in store.jobs.page(limit=1000))
 
-    wait_until(are_over, "the jobs' end", service.log.read_text, every_s=_LOOK_S)
-
-
-def _trains(store: Store) -> bool:
-    """True if a job is in a gang, or none will be any more."""
-    rows = store.jobs.unfinished_rows()
-    return not rows or any(row.state == "running" for row in rows)
+    wait_until(are_over, "the jobs' end", service.log.read_text)
 
 
 def _spans(home: Home) -> dict[str, list[tuple[float, float]]]:
@@ -222,6 +218,10 @@ def _check_all(store: Store, home: Home) -> None:
 
 @pytest.mark.slow
 def test_no_kill_loses_doubles_or_changes_a_job(service: Service) -> None:
+    def trains() -> bool:  # or never will
+        states = {row.state for row in store.jobs.unfinished_rows()}
+        return "running" in states or not states
+
     random, killed = Random(KILLS), Counter[str]()
     with open_store(service.home.store) as store:
         submit(store, *FIRST)
@@ -232,8 +232,7 @@ def test_no_kill_loses_doubles_or_changes_a_job(service: Service) -> None:
                 if role == "preparation" or len(store.jobs.unfinished_rows()) < len(FIRST):
                     submit(store, f"new-{number}")
                 if role == "gang":
-                    trains = lambda: _trains(store)  # noqa: E731
-                    wait_until(trains, "a job's training", service.log.read_text, every_s=_LOOK_S)
+                    wait_until(trains, "a job's training", service.log.read_text)
                 time.sleep(random.uniform(0.0, min(3.0, KILLS)))
                 service.kill(role)
                 killed[role] += 1

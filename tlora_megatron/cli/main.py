@@ -40,7 +40,6 @@ VARIABLES = (
 
 logger = logging.getLogger(__name__)
 
-_ACTIONS = "service.actions:add_parser"
 _COMMANDS = {
     **{name: name for name in ("train", "inspect", "convert", "plan", "profile", "simulate")},
     "doctor": "doctor",
@@ -48,7 +47,7 @@ _COMMANDS = {
     "submit": "service.jobs:add_submit_parser",
     "jobs": "service.jobs",
     "logs": "service.actions:add_logs_parser",
-    **dict.fromkeys(("cancel", "pause", "resume", "rm"), _ACTIONS),
+    **dict.fromkeys(("cancel", "pause", "resume", "rm"), "service.actions"),
     "adapters": "service.actions:add_adapters_parser",
     "token": "service.tokens",
 }

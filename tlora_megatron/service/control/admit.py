@@ -47,7 +47,8 @@ class Admission:
                 known = self._context.state.jobs
                 asked = [row.id for row in rows if row.wish == "cancel" and row.id in known]
                 waiting = {job: known[job] for job in asked if not known[job].state.is_live}
-                self._cancel(list(waiting.values()))
+                if waiting:
+                    self._cancel(list(waiting.values()))
                 new = [self._news(row) for row in rows if row.id not in waiting]
             self.take([live for live in new if live is not None])
             self._seen = events[-1].seq if len(events) == _EVENTS else last
