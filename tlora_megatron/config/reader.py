@@ -81,7 +81,7 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
         raise must(
             path, "be a mapping", raw, "leave the key out for its defaults" if raw is None else ""
         )
-    known, hints = fields_of(kind), _hints(kind)
+    known, hints = _fields(kind), _hints(kind)
     for key in raw:
         if key not in known:
             raise _misplaced(path, key, hints) or unknown(path, key, known)
@@ -107,8 +107,7 @@ _hints = cache(get_type_hints)
 
 
 @cache
-def fields_of(kind: Any) -> dict[str, Field[Any]]:
-    """The fields of a dataclass by their names."""
+def _fields(kind: Any) -> dict[str, Field[Any]]:
     return {item.name: item for item in fields(kind)}
 
 

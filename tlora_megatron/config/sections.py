@@ -9,20 +9,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.config.reader import (
-    ConfigError,
-    check_partial,
-    fields_of,
-    merge,
-    must,
-    nearest,
-    read_spec,
-)
+from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     check_job,
@@ -251,9 +243,8 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    if is_dataclass(value):
-        return {name: plain(getattr(value, name)) for name in fields_of(type(value))}
-    return value
+    names = getattr(value, "__dataclass_fields__", None)
+    return value if names is None else {name: plain(getattr(value, name)) for name in names}
 
 
 _EXAMPLE = "write 1xCP8@65536 + 2xTP2+SP@12288/selective + 4xTP1@6144"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
-from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -49,6 +48,8 @@ _BIG = BigInteger().with_variant(Integer, "sqlite")
 _JSON = JSON(none_as_null=True)
 _TABLES: dict[type, Table] = {}
 """Class of a row -> its table."""
+_NAMES: dict[type, tuple[str, ...]] = {}
+"""Class of a row -> its fields that are columns."""
 _MOST_PARAMETERS = 5000
 """SQLite takes 32,766 in a statement."""
 
@@ -140,6 +141,7 @@ def _table(
         for entry in fields(row)
         if entry.name not in without
     ]
+    _NAMES[row] = tuple(column.name for column in columns)
     _TABLES[row] = Table(name, metadata, *columns, *more, sqlite_autoincrement=counts)
     return _TABLES[row]
 
@@ -293,13 +295,7 @@ TINKER = (session, model, sampler, checkpoint_note)
 def query_of(row: type) -> Select[Any]:
     """A query for rows of a class, to be narrowed."""
     columns = _TABLES[row].c
-    return select(*(columns[name] for name in _names_of(row)))
-
-
-@cache
-def _names_of(row: type) -> tuple[str, ...]:
-    """The fields of a class that are columns."""
-    return tuple(entry.name for entry in fields(row) if entry.name in _TABLES[row].c)
+    return select(*(columns[name] for name in _NAMES[row]))
 
 
 def find_all(connection: Connection, row: type[Row], query: Executable) -> list[Row]:
@@ -315,7 +311,7 @@ def find_one(connection: Connection, row: type[Row], query: Executable) -> Row |
 
 def values_of(value: Any) -> dict[str, Any]:
     """A row's columns by name, as statements take them."""
-    return {name: getattr(value, name) for name in _names_of(type(value))}
+    return {name: getattr(value, name) for name in _NAMES[type(value)]}
 
 
 def insert(connection: Connection, value: Any, **more: Any) -> None:
