@@ -110,17 +110,6 @@ def test_a_fresh_start_drops_the_old_lines(tmp_path: Path) -> None:
     assert [r["eval_loss"] for r in read_metrics(job.path)] == [4.5]
 
 
-def test_truncation_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_metrics(tmp_path) as job:
-        log_steps(job, 1, 6)
-    before = job.path.read_bytes()
-    monkeypatch.setattr(os, "replace", disk_full)
-    with pytest.raises(OSError, match="disk full"):
-        open_metrics(tmp_path, resume_step=2)
-    assert job.path.read_bytes() == before
-    assert os.listdir(job.path.parent) == ["metrics.jsonl"]
-
-
 @pytest.mark.parametrize("step", [3, 2])
 def test_a_step_is_not_written_twice(tmp_path: Path, step: int) -> None:
     with open_metrics(tmp_path) as job:
