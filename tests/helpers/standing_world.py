@@ -46,7 +46,7 @@ _STARTED: list[subprocess.Popen[bytes]] = []
 _PRELOADED = (
     "torch.distributed.run", "torch.distributed.tensor", "torch.optim.lr_scheduler",
     "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "peft",
-    "megatron.core.models.gpt", "tlora_megatron.cli.main",
+    "megatron.core.models.gpt", "tlora_megatron.cli.main", "tlora_megatron.cli.train",
     "tlora_megatron.integrations.megatron.engine", "tlora_megatron.runtime.controller",
     "tests.helpers.oracle", "tests.helpers.te_stand_in",
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import select
@@ -14,8 +15,6 @@ from contextlib import suppress
 from typing import Any
 
 import tlora_megatron
-from tlora_megatron.cli import convert, doctor, inspect, plan, profile, simulate, train
-from tlora_megatron.cli.service import actions, jobs, serve, tokens
 from tlora_megatron.cli.tables import global_rank, open_console
 from tlora_megatron.config.reader import ConfigError, nearest
 from tlora_megatron.runtime.ranks import describe_failure
@@ -51,12 +50,18 @@ VARIABLES = (
 
 logger = logging.getLogger(__name__)
 
-_ADD_PARSERS = (
-    *(module.add_parser for module in (train, inspect, convert, plan, profile, simulate)),
-    *(doctor.add_parser, serve.add_parser),
-    *(jobs.add_submit_parser, jobs.add_parser, actions.add_logs_parser, actions.add_parser),
-    *(actions.add_adapters_parser, tokens.add_parser),
-)
+_COMMANDS = {
+    **{name: name for name in ("train", "inspect", "convert", "plan", "profile", "simulate")},
+    "doctor": "doctor",
+    "serve": "service.serve",
+    "submit": "service.jobs:add_submit_parser",
+    "jobs": "service.jobs",
+    "logs": "service.actions:add_logs_parser",
+    **dict.fromkeys(("cancel", "pause", "resume", "rm"), "service.actions"),
+    "adapters": "service.actions:add_adapters_parser",
+    "token": "service.tokens",
+}
+"""Command -> module of `cli`, and the function that adds it: the imports of all take 0.2 s."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 on success; 2 for a mistake in the configuration, the data or the command line; 1 for a
         failure while running, or a run with a job that did not finish; 130 on Ctrl-C.
     """
-    args = build_parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = build_parser(argv[0] if argv else None).parse_args(argv)
     level = logging.WARNING if global_rank() == 0 else logging.ERROR
     configure_logging(level, getattr(args, "log_format", "text"))
     tell_of_misspelt_variables()
@@ -107,13 +113,17 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **fields)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of one command, or of all where that is none of them."""
     parser = _Parser(prog="tlora", description=tlora_megatron.__doc__, epilog=_EPILOG)
     version = f"%(prog)s {tlora_megatron.__version__}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add_parser in _ADD_PARSERS:
-        add_parser(commands)
+    chosen = _COMMANDS.get(command or "")
+    for place in dict.fromkeys(_COMMANDS.values()) if chosen is None else (chosen,):
+        module, _, function = place.partition(":")
+        found = importlib.import_module(f"tlora_megatron.cli.{module}")
+        getattr(found, function or "add_parser")(commands)
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,10 +152,10 @@ def config_to_dict(config: RunConfig) -> dict[str, Any]:
     """Plain values from which `load_config` reads the same configuration, without jobs left out."""
     document: dict[str, Any] = plain(
         {
-            "base_model": asdict(config.base_model),
-            "parallel": asdict(config.parallel),
-            "run": asdict(config.run),
-            "jobs": [asdict(job) for job in config.jobs],
+            "base_model": config.base_model,
+            "parallel": config.parallel,
+            "run": config.run,
+            "jobs": config.jobs,
         }
     )
     return document

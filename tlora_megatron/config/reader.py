@@ -11,7 +11,7 @@ import re
 import reprlib
 import types
 from collections.abc import Iterable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -81,14 +81,13 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
         raise must(
             path, "be a mapping", raw, "leave the key out for its defaults" if raw is None else ""
         )
-    known = {item.name: item for item in fields(kind)}
-    hints = _hints(kind)
+    known, hints = _fields(kind), _hints(kind)
     for key in raw:
         if key not in known:
             raise _misplaced(path, key, hints) or unknown(path, key, known)
     values = {
-        name: _read_value(raw[name], hints[name], _join(path, name), known[name].metadata, partial)
-        for name in known
+        name: _read_value(raw[name], hints[name], _join(path, name), item.metadata, partial)
+        for name, item in known.items()
         if name in raw
     }
     if partial:
@@ -102,8 +101,14 @@ def _read_dataclass(kind: Any, raw: Any, path: str, *, partial: bool) -> Any:
     return kind(**values)
 
 
+_origin = cache(get_origin)
 _hints = cache(get_type_hints)
 """Annotations as types; a service reads thousands of specs of few kinds."""
+
+
+@cache
+def _fields(kind: Any) -> dict[str, Field[Any]]:
+    return {item.name: item for item in fields(kind)}
 
 
 def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None:
@@ -115,7 +120,7 @@ def _misplaced(path: str, key: Any, hints: dict[str, Any]) -> ConfigError | None
 
 
 def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> Any:
-    if get_origin(hint) in (Union, types.UnionType):
+    if _origin(hint) in (Union, types.UnionType):
         options = get_args(hint)
         if raw is None and types.NoneType in options:
             return None
@@ -124,9 +129,9 @@ def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> A
             return _read_choice(raw, get_args(others[0]), path, "a number or ")
     if is_dataclass(hint):
         return _read_dataclass(hint, raw, path, partial=partial)
-    if get_origin(hint) is tuple:
+    if _origin(hint) is tuple:
         return _read_tuple(raw, get_args(hint), path, limits, partial)
-    if get_origin(hint) is Literal:
+    if _origin(hint) is Literal:
         return _read_choice(raw, get_args(hint), path)
     value = _SCALARS[hint](raw, path)
     _check_limits(value, limits, path)
@@ -294,12 +299,13 @@ def mistake_words(error: Exception, content: bytes) -> str:
 
 
 def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merges mappings key by key; everything else in `base` is replaced by `over`."""
-    merged = copy.deepcopy(base)
-    for key, value in over.items():
-        if isinstance(value, dict) and isinstance(merged.get(key), dict):
-            merged[key] = merge(merged[key], value)
-        else:
+    """Merges mappings key by key, as copies; everything else in `base` is replaced by `over`."""
+    merged = {**base, **over}
+    for key, value in merged.items():
+        if isinstance(value, dict):
+            below = base.get(key) if key in over else None
+            merged[key] = merge(below if isinstance(below, dict) else {}, value)
+        elif isinstance(value, list):
             merged[key] = copy.deepcopy(value)
     return merged
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -231,13 +233,17 @@ def resolve_job_paths(
 def existing_file(value: str, folder: Path, path: str) -> str:
     """The absolute path of a file, which must exist and not be empty; `path` names the field."""
     file = resolve(value, folder)
-    if not Path(file).is_file():
+    try:
+        found = os.stat(file)
+    except OSError:
+        found = None
+    if found is None or not stat.S_ISREG(found.st_mode):
         raise must(path, "be an existing file", file)
-    if Path(file).stat().st_size == 0:
+    if found.st_size == 0:
         raise must(path, "be a file that is not empty", file)
     return file
 
 
 def resolve(value: str, folder: Path) -> str:
     """Makes a path absolute; a relative one starts at `folder`."""
-    return str((folder / Path(value).expanduser()).resolve())
+    return os.path.realpath(os.path.join(folder, os.path.expanduser(value)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -149,7 +149,7 @@ def read_job(
 
 def job_to_dict(job: JobSpec) -> dict[str, Any]:
     """Plain values from which `read_job` reads the same job."""
-    document: dict[str, Any] = plain(asdict(job))
+    document: dict[str, Any] = plain(job)
     return without_filled(document) if job.driven else document
 
 
@@ -232,11 +232,19 @@ def ignored_job_settings(job: JobSpec) -> list[str]:
     return found
 
 
+_SCALARS = (str, int, float, bool, type(None))
+
+
 def plain(value: Any) -> Any:
-    """The value with lists in the place of tuples, as JSON and YAML give it back."""
+    """A spec or another value as JSON and YAML give it back: of mappings, lists and scalars."""
+    if type(value) in _SCALARS:  # by far the most
+        return value
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    names = getattr(value, "__dataclass_fields__", None)
+    return value if names is None else {name: plain(getattr(value, name)) for name in names}
 
 
 _EXAMPLE = "write 1xCP8@65536 + 2xTP2+SP@12288/selective + 4xTP1@6144"

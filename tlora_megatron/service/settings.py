@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def _read_word(word: str) -> tuple[str, Mapping[str, Any]]:
     else:
         base = read_base_model({"path": place}, Path.cwd())
     _refuse_gpt_oss(word, base)
-    section: dict[str, Any] = plain(asdict(base))
+    section: dict[str, Any] = plain(base)
     return name, section
 
 
@@ -82,7 +82,7 @@ _OF_JOB = "job:"
 def base_of_job(home: Home, job_id: str) -> str:
     """The name of a job's base: the one that was declared, or that of the job itself."""
     own = _weights(_section_of_job(home, job_id))
-    declared = ((name, plain(asdict(base))) for name, base in read_bases(home).items())
+    declared = ((name, plain(base)) for name, base in read_bases(home).items())
     found = (name for name, section in declared if _weights(section) == own)
     return next(found, _OF_JOB + job_id)
 
@@ -91,7 +91,7 @@ def base_section(home: Home, name: str) -> Mapping[str, Any]:
     """The section `base_model` of a base; raises `KeyError` if nobody has declared it."""
     if name.startswith(_OF_JOB):
         return _section_of_job(home, name.removeprefix(_OF_JOB))
-    section: dict[str, Any] = plain(asdict(read_bases(home)[name]))
+    section: dict[str, Any] = plain(read_bases(home)[name])
     return section
 
 

@@ -70,8 +70,8 @@ class JobMetrics:
 
     Construct it on global rank 0 only, and once a job at a time: the file has one writer. Each
     line is written at once, so a SIGKILL loses at most that line. A disk that refuses one costs no
-    training: one warning is logged, and the rest of it goes out with a later line. Close it, or use
-    it as a context manager.
+    training: one warning is logged, and the rest of it goes out with a later line. TensorBoard then
+    lacks what its thread held, and goes on in a new file. Close it, or use it as a context manager.
 
     Args:
         tensorboard: write events to `OUT/jobs/NAME/tensorboard`; without the package one warning is
@@ -100,7 +100,7 @@ class JobMetrics:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
         kept = truncate_metrics(self.path, resume_step) if may_write() else []
-        self._warned_of_disk = False
+        self._warned_of_disk = self._events_died = False
         self._last_step = resume_step
         self._last_eval_step = max((r["step"] for r in kept if "eval_loss" in r), default=-1)
         self._events = _open_tensorboard(folder, resume_step) if tensorboard else None
@@ -202,14 +202,18 @@ class JobMetrics:
         except OSError as error:
             self._warn_of_disk(error)
         step = record["step"]
-        if self._events is not None:
-            try:
+        try:
+            if self._events_died and not self._unwritten:
+                self._events = _open_tensorboard(self.path.parent, self._last_step)
+                self._events_died = self._warned_of_disk = False
+                logger.warning("job %s: TensorBoard goes on at step %d", self.job_name, step)
+            if self._events is not None:
                 for tag, value in known.items():
                     self._events.add_scalar(tag, value, step)
-            except OSError as error:
-                # Its writing thread has died of this error and would raise it again every time.
-                self._events = None
-                self._warn_of_disk(error)
+        except OSError as error:
+            # Its writing thread has died of this error and would raise it again every time.
+            self._events, self._events_died = None, True
+            self._warn_of_disk(error)
         if self._wandb is not None:
             self._wandb.log({"step": step, **known})
 

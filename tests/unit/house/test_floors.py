@@ -383,7 +383,8 @@ def test_a_part_without_a_floor_is_refused() -> None:
 
 def test_command_line_and_config_import_without_torch(repo: Path) -> None:
     code = (
-        f"import sys, {PACKAGE}.config, {PACKAGE}.cli.main\n"
+        f"import sys, {PACKAGE}.config, {PACKAGE}.cli.main as command_line\n"
+        "command_line.build_parser()\n"
         "heavy = {'torch', 'megatron', 'transformers', 'numpy'}\n"
         "print(*sorted({*heavy, 'sqlalchemy', 'ray'} & set(sys.modules)))\n"
         f"import {PACKAGE}.service.store, {PACKAGE}.service.engines.slurm_engine\n"

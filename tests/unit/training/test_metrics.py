@@ -6,25 +6,31 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from tests.helpers.launch import imported
+from tests.helpers.launch import HANG_S, imported
 from tlora_megatron.training import metrics
 from tlora_megatron.training.metrics import JobMetrics, read_metrics, write_summary
 
 INF, NAN = float("inf"), float("nan")
 
 
-def open_metrics(out: Path, *, name: str = "gsm8k", resume_step: int = 0) -> JobMetrics:
-    return JobMetrics(out, name, tensorboard=False, wandb_project=None, resume_step=resume_step)
+def open_metrics(out: Path, *, name: str = "gsm8k", **settings: Any) -> JobMetrics:
+    return JobMetrics(out, name, **{"tensorboard": False, "wandb_project": None, **settings})
 
 
 def log_steps(job: JobMetrics, begin: int, end: int, *, loss: float = 2.0) -> None:
     for step in range(begin, end):
         job.log_step(step, loss, 0.5, 1e-3, 40, 100, 0.25)
+
+
+def disk_full(*_: object, **__: object) -> None:
+    raise OSError(28, "disk full")
 
 
 def strict(text: str) -> list[dict]:
@@ -104,21 +110,6 @@ def test_a_fresh_start_drops_the_old_lines(tmp_path: Path) -> None:
     assert [r["eval_loss"] for r in read_metrics(job.path)] == [4.5]
 
 
-def test_truncation_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open_metrics(tmp_path) as job:
-        log_steps(job, 1, 6)
-    before = job.path.read_bytes()
-
-    def killed(*_: object) -> None:
-        raise OSError("killed before the rename")
-
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(OSError, match="killed before the rename"):
-        open_metrics(tmp_path, resume_step=2)
-    assert job.path.read_bytes() == before
-    assert os.listdir(job.path.parent) == ["metrics.jsonl"]
-
-
 @pytest.mark.parametrize("step", [3, 2])
 def test_a_step_is_not_written_twice(tmp_path: Path, step: int) -> None:
     with open_metrics(tmp_path) as job:
@@ -138,24 +129,48 @@ def test_a_corrupt_whole_line_is_refused_by_number(tmp_path: Path, line: str) ->
         read_metrics(path)
 
 
-def test_tensorboard_events_hide_what_a_resume_takes_again(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    pytest.importorskip("torch")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def shown_by_tensorboard(job: JobMetrics) -> Any:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(job.path.parent / "tensorboard"))
+    events.Reload()
+    return events
 
+
+def test_tensorboard_events_hide_what_a_resume_takes_again(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
     for begin, end, loss in ((1, 6, 1.0), (4, 7, 2.0)):
-        with JobMetrics(
-            tmp_path, "j", tensorboard=True, wandb_project=None, resume_step=begin - 1
-        ) as job:
+        with open_metrics(tmp_path, tensorboard=True, resume_step=begin - 1) as job:
             log_steps(job, begin, end, loss=loss)
             job.log_eval(end - 1, 0.5, None)
-    events = EventAccumulator(str(job.path.parent / "tensorboard"))
-    events.Reload()
+    events = shown_by_tensorboard(job)
     assert {"train/loss", "train/grad_norm", "train/lr"} < set(events.Tags()["scalars"])
     assert "eval/exact_match" not in events.Tags()["scalars"]
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert losses == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
     assert [e.step for e in events.Scalars("eval/loss")] == [6]
+
+
+def test_tensorboard_goes_on_when_a_full_disk_has_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gfile = pytest.importorskip("tensorboard.compat.tensorflow_stub.io.gfile")
+    monkeypatch.setattr("threading.excepthook", lambda _: None)
+    often = partial(metrics._summary_writer(), flush_secs=0.01)
+    monkeypatch.setattr(metrics, "_summary_writer", lambda: lambda flush_secs, **to: often(**to))
+    with open_metrics(tmp_path, tensorboard=True) as job:
+        log_steps(job, 1, 3)
+        job._events.flush()
+        with monkeypatch.context() as full, open("/dev/full", "ab", buffering=0) as nowhere:
+            full.setattr(gfile.LocalFileSystem, "append", disk_full)
+            full.setattr(job, "_file", nowhere)
+            log_steps(job, 3, 4)
+            job._events.file_writer.event_writer._async_writer._worker.join(HANG_S)
+            log_steps(job, 4, 6)
+        log_steps(job, 6, 8)
+    losses = shown_by_tensorboard(job).Scalars("train/loss")
+    assert [event.step for event in losses] == [1, 2, 6, 7]
+    assert [line["step"] for line in read_metrics(job.path)] == [*range(1, 8)]
+    assert [r.message for r in caplog.records][1:] == ["job gsm8k: TensorBoard goes on at step 6"]
 
 
 def test_without_tensorboard_one_warning_for_all_jobs(
@@ -165,7 +180,7 @@ def test_without_tensorboard_one_warning_for_all_jobs(
     metrics._summary_writer.cache_clear()
     with caplog.at_level(logging.WARNING):
         for name in ("a", "b"):
-            with JobMetrics(tmp_path, name, tensorboard=True, wandb_project=None) as job:
+            with open_metrics(tmp_path, name=name, tensorboard=True) as job:
                 log_steps(job, 1, 3)
             assert len(read_metrics(job.path)) == 2
     metrics._summary_writer.cache_clear()
@@ -177,7 +192,7 @@ def test_without_tensorboard_one_warning_for_all_jobs(
 def test_wandb_that_is_missing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"'j': W&B must be installed .*'p'; pip install 'wandb"):
-        JobMetrics(tmp_path, "j", tensorboard=False, wandb_project="p")
+        open_metrics(tmp_path, name="j", wandb_project="p")
 
 
 class FakeWandbRun:
@@ -204,9 +219,7 @@ def test_wandb_run_is_continued_on_resume(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     for resume_step in (0, 2, 0):
-        job = JobMetrics(
-            tmp_path, "j", tensorboard=False, wandb_project="p", resume_step=resume_step
-        )
+        job = open_metrics(tmp_path, name="j", wandb_project="p", resume_step=resume_step)
         job.log_step(resume_step + 1, NAN, 0.5, 1e-3, 40, 100, 0.25)
         job.close()
         job.close()
@@ -222,7 +235,7 @@ def test_summary_is_strict_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert path == tmp_path / "summary.json"
     first = {"run": {"rounds": 3}, "jobs": {"a": {"last_loss": None}}}
     assert json.loads(path.read_text()) == first
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "disk full")))
+    monkeypatch.setattr(os, "fsync", disk_full)
     with pytest.raises(OSError, match="disk full"):
         write_summary(tmp_path, {"run": {}})
     assert json.loads(path.read_text()) == first
@@ -235,9 +248,7 @@ def test_reading_metrics_needs_no_torch() -> None:
 
 def test_nothing_is_written_once_somebody_else_owns_the_file(tmp_path: Path) -> None:
     owns = [True]
-    with JobMetrics(
-        tmp_path, "a", tensorboard=False, wandb_project=None, may_write=lambda: owns[0]
-    ) as job:
+    with open_metrics(tmp_path, may_write=lambda: owns[0]) as job:
         log_steps(job, 1, 3)
         owns[0] = False
         log_steps(job, 3, 5)

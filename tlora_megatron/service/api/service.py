@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
@@ -234,7 +234,7 @@ class Service:
 
     def base_names(self) -> dict[str, str]:
         """Names of the bases that jobs may name, by the keys that rows of jobs have for them."""
-        return {base_key(plain(asdict(spec))): name for name, spec in self.bases().items()}
+        return {base_key(plain(spec)): name for name, spec in self.bases().items()}
 
     def outward(self, text: str, tenant: str) -> str:
         """A sentence for a tenant: paths of the service's host are not its business."""

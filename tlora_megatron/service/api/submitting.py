@@ -7,7 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -108,6 +108,7 @@ class References:
         self._store = store
         self._bases = bases
         self._tenant = tenant
+        self._files_found: dict[str, str] = {}
 
     def resolve(self, document: Mapping[str, Any]) -> dict[str, Any]:
         """The document with sections of bases and paths of files instead of the tenant's names."""
@@ -129,11 +130,16 @@ class References:
         if not isinstance(named, str) or named not in self._bases:
             known = ", ".join(sorted(self._bases)) or "none: `tlora serve --base NAME=DIR`"
             raise must("base_model", f"name a base of the service ({known})", named)
-        section: dict[str, Any] = plain(asdict(self._bases[named]))
+        section: dict[str, Any] = plain(self._bases[named])
         return section
 
     def file(self, value: str, what: str) -> str:
         """The absolute path of a file: `file-...` of an upload, or a path below the own folder."""
+        if value not in self._files_found:  # the jobs of a document share few files
+            self._files_found[value] = self._find_file(value, what)
+        return self._files_found[value]
+
+    def _find_file(self, value: str, what: str) -> str:
         if _UPLOAD.fullmatch(value):
             try:
                 self._store.uploads.get(value, tenant=self._tenant)
@@ -279,6 +285,7 @@ def _read(
     remembered = {**(asked or {}), "submit": hashlib.sha256(text.encode()).hexdigest()}
     key = key or uuid.uuid4().hex
     new, most = [], caller.limits.gpus
+    base = submissions[0].base_key  # one for all of a document
     for index, entry in enumerate(submissions):
         schedule = dict(entry.document["service"])
         if most is not None and schedule["gpus"] > most:
@@ -288,7 +295,7 @@ def _read(
         made = NewJob(
             name=entry.name,
             document=row,
-            base=entry.base_key,
+            base=base,
             key=f"{key}/{index}",
             schedule=schedule,
         )

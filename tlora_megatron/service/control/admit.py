@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 from tlora_megatron.service.control.context import Context
 from tlora_megatron.service.control.records import (
@@ -39,16 +40,17 @@ class Admission:
         if self._seen < last:
             events = self._context.store.events.after(self._seen, kinds=_KINDS, limit=_EVENTS)
             jobs = dict.fromkeys(event.job for event in events if event.job is not None)
-            if jobs:
-                with self._context.store.transaction():
-                    rows = self._context.store.jobs.many(list(jobs))
-                    known = self._context.state.jobs
-                    asked = [row.id for row in rows if row.wish == "cancel" and row.id in known]
-                    waiting = {job: known[job] for job in asked if not known[job].state.is_live}
+            # Who submits thousands must not wait for a change that there is not.
+            is_asked = any(event.kind == "wished" for event in events)
+            with self._context.store.transaction() if is_asked else nullcontext():
+                rows = self._context.store.jobs.many(list(jobs))
+                known = self._context.state.jobs
+                asked = [row.id for row in rows if row.wish == "cancel" and row.id in known]
+                waiting = {job: known[job] for job in asked if not known[job].state.is_live}
+                if waiting:
                     self._cancel(list(waiting.values()))
-                    for row in rows:
-                        if row.id not in waiting:
-                            self._news(row)
+                new = [self._news(row) for row in rows if row.id not in waiting]
+            self.take([live for live in new if live is not None])
             self._seen = events[-1].seq if len(events) == _EVENTS else last
         self._is_full = len(events) == _EVENTS
         self._take_outcomes()
@@ -63,29 +65,30 @@ class Admission:
         for live in waiting:
             self._validator.forget(live.id)
 
-    def _news(self, row: Job) -> None:
-        live = self._context.state.jobs.get(row.id)
+    def _news(self, row: Job) -> LiveJob | None:
+        """Does what is asked of a job; returns it if it is new."""
+        live = known = self._context.state.jobs.get(row.id)
         if live is None:
             if row.state.is_over:
-                return
+                return None
             live = live_job(row)
             self._context.state.add(live)
-            self.take(live)
         live.requested = row.wish
         if live.requested is not None and not live.state.is_over:
             self.fulfil(live)
+        return live if known is None else None
 
-    def take(self, live: LiveJob) -> None:
-        """Validates a job that is new or was being validated."""
-        if live.state is not JobState.VALIDATING or live.requested == "cancel":
-            return
-        document = self._context.store.jobs.document(live.id)
-        try:
-            submission = submission_of(document)
-        except ValueError as error:
-            self._context.fail(live, f"job {live.name!r} cannot be read: {error}")
-            return
-        self._validator.submit(live.id, submission, live.priority)
+    def take(self, new: Iterable[LiveJob]) -> None:
+        """Validates those of some jobs that are new or were being validated."""
+        found = {live.id: live for live in new if live.state is JobState.VALIDATING}
+        documents = self._context.store.jobs.documents(list(found))
+        for live in found.values():
+            try:
+                submission = submission_of(documents[live.id])
+            except ValueError as error:
+                self._context.fail(live, f"job {live.name!r} cannot be read: {error}")
+                continue
+            self._validator.submit(live.id, submission, live.priority)
 
     def fulfil(self, live: LiveJob) -> None:
         """Does what a user requests of a job, as far as it can be done now."""

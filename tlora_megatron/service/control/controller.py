@@ -90,8 +90,9 @@ class Controller:
         self._admission = Admission(self.context, self._validator, last_event)
         self._take_events()
         end_missing(self.context)
-        for live in list(self.context.state.jobs.values()):
-            self._admission.take(live)
+        jobs = list(self.context.state.jobs.values())
+        self._admission.take(live for live in jobs if live.requested != "cancel")
+        for live in jobs:
             if live.requested is not None and not live.state.is_over:
                 with self.context.store.transaction():
                     self._admission.fulfil(live)

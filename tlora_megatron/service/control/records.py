@@ -7,7 +7,6 @@ the job.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -237,7 +236,10 @@ def submission_of(document: Mapping[str, Any]) -> Submission:
     """The submission that a row's document holds, or a `ValueError`."""
     beside = (ASKED, ORDER)
     fields = {name: value for name, value in document.items() if name not in beside}
-    return Submission.from_json(json.dumps(fields))
+    try:
+        return Submission(**fields)
+    except TypeError as error:
+        raise ValueError(f"a submission must have its fields: {error}") from error
 
 
 def job_order(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -180,7 +180,7 @@ def split_submissions(document: Mapping[str, Any], folder: Path) -> Submitted:
     notes = [sentence for key, sentence in _IGNORED.items() if key in document]
     notes += ignored_base_settings(base)
     notes += [sentence for job in jobs for sentence in ignored_job_settings(job)]
-    base_model = plain(asdict(base))
+    base_model = plain(base)
     submissions = tuple(
         Submission(name=job.name, base_model=base_model, document=job_to_dict(job)) for job in jobs
     )

@@ -37,12 +37,15 @@ _DAMAGED = ("SQLITE_NOTADB", "SQLITE_CORRUPT")
 _BUSY = ("SQLITE_BUSY", "SQLITE_LOCKED", "55P03")
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def to_json(value: Any) -> str:
     """The value as JSON that every database takes: numbers that are not finite become null."""
     try:
-        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+        return _encode(value)
     except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+        return _encode(_finite(value))
 
 
 def _finite(value: Any) -> Any:

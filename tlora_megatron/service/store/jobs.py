@@ -26,7 +26,7 @@ from tlora_megatron.service.store.submitting import insert_jobs
 
 _JOB = tables.job.c
 _THERE = _JOB.removed_at.is_(None)
-_PAGE = 1000
+_PAGE = 250
 _NAMES_FOLDERS = ("/jobs/j", 'init_from":"', 'resume_from":"')
 """In documents of jobs that may need folders of others; they are written without blanks."""
 

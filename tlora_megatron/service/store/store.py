@@ -164,6 +164,7 @@ def disk_kind(folder: Path, table: Path = Path("/proc/self/mountinfo")) -> str:
 
 def _postgres(url: URL, given: Callable[[], float] | None) -> Database:
     clock = ServerClock()
+    tables.suit_postgres()
 
     def prepare(connection: Any, _: Any) -> None:
         with connection.cursor() as cursor:

@@ -18,6 +18,7 @@ from tlora_megatron.service.store.rows import Job, NewJob
 from tlora_megatron.service.store.states import OVER, JobState, KeyReused, NameTaken, OverLimit
 
 _JOB = tables.job.c
+_encode = json.JSONEncoder(sort_keys=True, default=dict).encode
 _ID = re.compile(r"j\d+[a-z]{4}")
 
 
@@ -56,8 +57,7 @@ def insert_jobs(
 def _digests(new: Sequence[NewJob]) -> dict[str, str]:
     digests: dict[str, str] = {}
     for entry in new:
-        body = [entry.name, entry.base, entry.document, entry.schedule]
-        text = json.dumps(body, sort_keys=True, default=dict)
+        text = _encode([entry.name, entry.base, entry.document, entry.schedule])
         digest = hashlib.sha256(text.encode()).hexdigest()
         if digests.setdefault(entry.key, digest) != digest:
             raise KeyReused(

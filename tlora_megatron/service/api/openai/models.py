@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,7 +73,7 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
     A checkpoint of a job may be asked while the job trains. Raises `ApiError` if there is none.
     """
     if (base := service.bases().get(name)) is not None:
-        key = base_key(plain(asdict(base)))
+        key = base_key(plain(base))
         return Model(name=name, base=name, adapter=None, version=key)
     asked = split_model(name)
     try:
