@@ -28,10 +28,10 @@ NUM_SLOTS = 4
 fast = settings(max_examples=60, deadline=None)
 
 
-def views_of(documents: list[Document], cp_size: int, *, unit: int = 16) -> list[MicroBatchView]:
-    """All context-parallel ranks' views, padded to whole units."""
+def views_of(documents: list[Document], cp_size: int) -> list[MicroBatchView]:
+    """All context-parallel ranks' views, padded to whole sixteens."""
     used = sum(d.length for d in documents)
-    num_tokens = -(-max(used, 1) // unit) * unit
+    num_tokens = -(-max(used, 1) // 16) * 16
     return [
         pack_micro_batch(
             documents,

@@ -11,28 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
-from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
+from tests.helpers.item_machine import kernel_width
 from tests.helpers.kernel_case import make_rows
-from tlora_megatron.ops.lora.cuda_calls import rank_form
 from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
     UP,
     SumInput,
     SumSizes,
-    moved_bytes,
-    row_items,
-    row_parts,
     rows_per_run,
     sum_inputs,
     sum_items,
 )
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.tiling import (
-    RANK_CHUNK,
     PlanTensors,
     RankLayout,
     plan_tensors,
-    rank_chunks,
 )
 
 CPU = torch.device("cpu")
@@ -51,26 +45,6 @@ def plans(draw: st.DrawFn) -> tuple[PlanTensors, tuple[OutputColumns, ...]]:
     lengths = draw(st.lists(LENGTHS, min_size=len(ranks) + 1, max_size=len(ranks) + 1).filter(sum))
     ends = tuple(itertools.accumulate(lengths))
     return PlanTensors(ends, RankLayout(tuple(ranks)), CPU), columns
-
-
-@given(plans(), st.booleans())
-@fast
-def test_row_items_write_every_chunk_of_both_halves_once(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]], per_target: bool
-) -> None:
-    plan, _ = made
-    items = row_items(plan, per_target=per_target).items
-    chunks = plan["chunks"].numpy()
-    written = [
-        (int(chunks[item[8] + i]), int(item[3])) for item in items for i in range(int(item[6]))
-    ]
-    expected = itertools.product(range(plan.num_chunks), (0, BLOCK_ROWS))
-    assert sorted(written) == list(expected)
-    owned = np.minimum(items[:, 2], items[:, 0] + BLOCK_ROWS) - np.maximum(items[:, 1], items[:, 0])
-    reads = np.where(owned > 0, owned + items[:, 6] * RANK_CHUNK, 0)
-    assert (np.diff(reads) <= 0).all(), "items that read most come first"
-    for item in items:
-        assert item[9] + item[6] * RANK_CHUNK <= rank_form(plan).row_width
 
 
 def short_runs(
@@ -113,29 +87,6 @@ def test_parts_of_sums_lie_apart_and_count_for_themselves(
         assert sorted(item[10] for item in group) == list(range(group[0][11]))
         same = [(*item[4:10], *item[11:15]) for item in group]
         assert same == same[:1] * len(group)
-
-
-@given(plans())
-@fast
-def test_sums_cover_every_rank_row_feature_and_row_once(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]],
-) -> None:
-    plan, columns = made
-    covered: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for item in sum_items(plan, short_runs(plan, columns, (0, plan.num_rows))).items:
-        for chunk in range(int(item[6])):
-            key = (int(item[14]), int(item[8]) + chunk * RANK_CHUNK, int(item[4]))
-            covered.setdefault(key, []).append((int(item[0]), int(item[1])))
-    expected = {}
-    for slot, (begin, end) in enumerate(itertools.pairwise((0, *plan.ends[:-1]))):
-        for p, rank in enumerate(plan.layout.ranks[slot]):
-            for chunk in range(rank_chunks(rank)) if end > begin else ():
-                row = plan.layout.a_begin[slot][p] + chunk * RANK_CHUNK
-                runs = list(itertools.pairwise([*range(begin, end, 256), end]))
-                for kind, width in ((DOWN, IN_SIZE), (UP, columns[p].size)):
-                    for feature in range(0, width, 128):
-                        expected[kind, row, feature] = runs
-    assert {key: sorted(runs) for key, runs in covered.items()} == expected
 
 
 PORTIONS = st.lists(st.integers(1, 700), min_size=1, max_size=4)
@@ -196,18 +147,6 @@ def own_sums(plan: PlanTensors, slot: int) -> list[tuple[object, ...]]:
     return sorted(own)
 
 
-@given(plans())
-@fast
-def test_sums_that_move_most_come_first_and_of_equal_ones_those_of_dy(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]],
-) -> None:
-    plan, columns = made
-    items = sum_items(plan, short_runs(plan, columns, (0, plan.num_rows))).items
-    moved = moved_bytes(items)
-    keys = [(-size, item[14] != UP) for size, item in zip(moved, items, strict=True)]
-    assert keys == sorted(keys)
-
-
 @pytest.mark.parametrize("slots", [1, 8, 1024])
 def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None:
     """Of segments with several runs there are few; the others keep no parts."""
@@ -215,13 +154,6 @@ def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None
     plan = PlanTensors((*ends, 8192), RankLayout(((16,),) * slots), CPU)
     whole = SumInput(kind=DOWN, columns=(), in_columns=28672, rows_per_run=4096, window=(0, 8192))
     assert sum_items(plan, [whole]).workspace <= 5 * 224 * 8
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "expected"), [(1, 4), (2048, 4), (4096, 4), (8192, 2), (16384, 2), (65536, 2)]
-)
-def test_row_parts(num_rows: int, expected: int) -> None:
-    assert row_parts(num_rows, 132) == expected
 
 
 @pytest.mark.parametrize("features", [8, 4096, 6144, 14336, 28672, 57344])
