@@ -135,14 +135,6 @@ def test_refusals(documents: list[tuple[int, int]], options: dict[str, int], mat
         pack_micro_batch(packed, **{"num_slots": 2, "num_tokens": 8, **options})
 
 
-def test_views_are_built_once() -> None:
-    view = views_of([Document(slot=0, length=4)], 2)[0]
-    assert view.rows is view.rows
-    assert view.attention is view.attention
-    assert view.positions(CPU) is view.positions(CPU)
-    assert view.rows.row_keys(CPU) is view.rows.row_keys(CPU)
-
-
 def test_the_bound_micro_batch_nests_and_ends_with_its_block() -> None:
     first, second = (views_of([Document(slot=s, length=4)], 1)[0] for s in (0, 1))
     assert current_micro_batch() is None
