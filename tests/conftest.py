@@ -26,7 +26,7 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 REPO = Path(__file__).resolve().parent.parent
 _SLOW = (
     *("bench/", "cli/service/", "cli/test_simulate.py", "runtime/planning/", "runtime/sampling/"),
-    *("house/test_launch_scripts.py", "house/test_oracle.py", "house/test_package.py"),
+    *("house/test_launch_scripts.py", "house/test_package.py"),
     *("house/test_test_script.py", "integrations/megatron/layer/", "layers/slab/test_cells.py"),
     *("integrations/megatron/test_config_fields.py", "model/test_dispatch.py", "ops/dropout/"),
     *("ops/lora/cuda/test_cuda_ops.py", "ops/test_extension.py", "planner/cost/experts/"),

@@ -1,9 +1,8 @@
 """Worker: one round in 1, 2, 3, ... nano-batches; losses and all gradients must be those of one.
 
 Arguments: the scenario's `config.json` and each variant as in `tp=2,sp=1,recompute=full,dropout=1,
-dtype=bfloat16,blocks=1` (the last: block-diagonal jobs). `foreign=1`: the last stage has a linear
-that cannot be cut, so that all stages must run whole. One nano-batch after four is bit for bit what
-it was before them.
+dtype=bfloat16`. `foreign=1`: the last stage has a linear that cannot be cut, so that all stages
+must run whole. One nano-batch after four is bit for bit what it was before them.
 """
 
 from __future__ import annotations
@@ -154,9 +153,6 @@ def read_config(path: Path, options: dict[str, str], output_dir: Path) -> RunCon
     if options.get("dropout"):
         for job in document["jobs"]:
             job["lora"]["dropout"] = DROPOUT[job["name"]]
-    if "blocks" in options:
-        for job in document["jobs"][::2]:
-            job["lora"] |= {"parametrization": "block_diagonal", "num_blocks": 2}
     if "jobs" in options:
         document["jobs"] = [j for j in document["jobs"] if j["name"] in options["jobs"].split("+")]
     file = path.parent / f"variant{os.environ.get('RANK', 0)}.json"  # each rank writes its own

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.driven_client import batch
-from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, RUNS, sampled
+from tests.helpers.driven_worker import ADAM, BETA, CLIP, LOSSES, RUNS, batch, sampled
 from tests.helpers.gang_driver import quickstart_base
 from tests.helpers.sampling_case import Reference
 from tests.helpers.standing_world import forked_result

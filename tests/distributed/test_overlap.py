@@ -15,11 +15,9 @@ from tests.helpers.standing_world import world
 WORKER = Path(__file__).with_name("overlap_worker.py")
 TWO_PROCESSES = (
     "tp=2,dropout=1", "tp=2,sp=1", "tp=2,sp=1,recompute=full,dropout=1", "tp=2,recompute=selective",
-    "tp=2,sp=1,jobs=mlp",
+    "tp=2,sp=1,jobs=mlp", "pp=2,recompute=selective",
 )  # fmt: skip
 """`jobs=mlp` leaves attention without any adapter."""
-SLOW_TWO_PROCESSES = ("tp=2,sp=1,blocks=1", "pp=2", "pp=2,recompute=selective")
-FOUR_PROCESSES = ("tp=2,pp=2,sp=1,recompute=full,dropout=1",)
 ONE_STAGE_CANNOT = "pp=2,foreign=1"
 
 
@@ -45,13 +43,3 @@ def test_all_stages_run_whole_where_one_cannot_be_cut(scenario: Path) -> None:
     reasons = [line for line in output.splitlines() if reason in line]
     assert all(line.endswith("(pipeline stage 1)") for line in reasons)
     assert len(reasons) >= 2, "each stage says why"
-
-
-@pytest.mark.slow
-def test_losses_and_gradients_in_more_variants(scenario: Path) -> None:
-    check(scenario, 2, SLOW_TWO_PROCESSES)
-
-
-@pytest.mark.slow
-def test_losses_and_gradients_in_a_pipeline_of_four(scenario: Path) -> None:
-    check(scenario, 4, FOUR_PROCESSES)

@@ -81,11 +81,10 @@ class AdamCase:
         self.param.grad = self.grad.double() * clip
         self.optimizer.step()
 
-    def step_within(self, step: Step, room: int = 5) -> None:
+    def step_within(self, step: Step) -> None:
         """Takes a step on views of longer buffers, off by 20 bytes, and leaves the rest alone."""
-        update, own = self.update(1.0), slice(room, room + self.size)
-        size = self.size + 2 * room
-        wide = {name: torch.full((size,), 7.0, device=self.device) for name in BUFFERS}
+        update, own = self.update(1.0), slice(5, 5 + self.size)
+        wide = {name: torch.full((self.size + 10,), 7.0, device=self.device) for name in BUFFERS}
         for name, buffer in wide.items():
             buffer[own] = getattr(update, name)
         step([update._replace(**{name: buffer[own] for name, buffer in wide.items()})])

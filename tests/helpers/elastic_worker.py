@@ -9,12 +9,14 @@ their pauses; the gangs' steps take milliseconds.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import forked_children, pacing
+from tests.helpers import forked_children
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.gang_driver import quickstart_base, quickstart_jobs
 from tests.helpers.live_service import FloorCost
@@ -23,6 +25,48 @@ from tests.helpers.ruled_service import RuledService
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.settings import Settings
+from tlora_megatron.training.resident.commands import JobCommands
+
+_FILE = "may_reach"
+_HELD_S = 20.0
+"""Then comes a round all the same: a gang without rounds would be taken for dead."""
+_BUSY_S = 0.2
+"""The same while a job is prepared or saved, which goes on between rounds."""
+_LOOK_S = 0.02
+
+
+def allow(root: Path, step: int) -> None:
+    """Lets the job train up to this step."""
+    file = root / _FILE
+    file.with_suffix(".new").write_text(str(step))
+    os.replace(file.with_suffix(".new"), file)
+
+
+def hold_jobs(root: Path, num_steps: int) -> None:
+    """Holds jobs of so many steps in all gangs that are forks of this process.
+
+    The first rank waits before a round, and the others wait for it; commands end the wait.
+    """
+    original = JobCommands._word
+
+    def word(self: JobCommands, source, *, is_idle):  # type: ignore[no-untyped-def]
+        begin_s = time.monotonic()
+        while source is not None and not is_idle and _is_held(self, root, num_steps, begin_s):
+            if source.wait(_LOOK_S):
+                break
+        return original(self, source, is_idle=is_idle)
+
+    JobCommands._word = word  # type: ignore[method-assign]
+
+
+def _is_held(commands: JobCommands, root: Path, num_steps: int, begin_s: float) -> bool:
+    loop = commands.loop
+    steps = [job.step for job in loop.active if job.plan.num_steps == num_steps]
+    if not steps or min(steps) < int((root / _FILE).read_text()):
+        return False
+    is_short = commands.is_preparing or loop.saver.is_busy
+    return time.monotonic() - begin_s < (_BUSY_S if is_short else _HELD_S)
+
 
 GPU_TOKENS = 180
 """The long job is half as fast again on two GPUs as on one; two small ones share one GPU freely."""
@@ -54,7 +98,7 @@ def serve(root: Path) -> dict[str, Any]:
     # Steps of a second or more, whatever they take.
     prices = Pricing(lambda section: FloorCost(model=FloorModel(gpu_tokens=GPU_TOKENS)))
     with RuledService(root, engine, prices, quickstart_base(), settings) as service:
-        service.make_moves(documents(), lambda step: pacing.allow(root.parent, step))
+        service.make_moves(documents(), lambda step: allow(root.parent, step))
         found = stays(root)
         names = {row.id: row.name for row in service.store.jobs.page()}
         return {
@@ -68,5 +112,5 @@ def serve(root: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     forked_children.install()
     folder = Path(sys.argv[1])
-    pacing.install(folder.parent, STEPS["long"])
+    hold_jobs(folder.parent, STEPS["long"])
     print("RESULT " + json.dumps(serve(folder)))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.helpers.built_model import fill_bank
 from tests.helpers.layout_sites import SPEC, sites_of_ranks
-from tests.helpers.optimizer_case import LORAS, SPECS
 from tests.helpers.variants import begin_world, end_world
+from tests.unit.training.test_optimizer import LORAS, SPECS
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
 from tlora_megatron.model.layout import ParallelLayout

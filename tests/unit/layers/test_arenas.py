@@ -68,19 +68,6 @@ def test_kept_room_holds_what_new_arenas_would(sharding: str, kept_ranks: int) -
         assert_same(kept, anew)
 
 
-def test_those_that_stay_are_not_copied_when_one_comes_behind_them() -> None:
-    sites = sites_of_ranks(SPEC, 1)[0]
-    bank = AdapterBank(sites, shape(64), dtype=torch.bfloat16, device=CPU)
-    lora = LoraSpec(rank=4, target_modules=TARGETS)
-    adapters = [Adapter(name=n, lora=lora, slab=bank.new_slab(lora)) for n in "abc"]
-    bank.install(adapters[:2])
-    adapters[0].slab.master.fill_(7)  # not refreshed: it would show if it were read
-    before = {index: factors.lora_a.data_ptr() for index, factors in bank.fused_factors.items()}
-    bank.install(adapters)
-    assert before == {i: factors.lora_a.data_ptr() for i, factors in bank.fused_factors.items()}
-    assert not any(factors.lora_a.any() for factors in bank.fused_factors.values())
-
-
 def test_a_job_outside_the_shape_is_refused() -> None:
     block = LoraSpec(
         rank=4, target_modules=("q_proj",), parametrization="block_diagonal", num_blocks=2

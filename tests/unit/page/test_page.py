@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.html_page import Page, check_loads_nothing
-from tests.helpers.launch import imported
 from tlora_megatron.page import (
     GRID,
     JOB,
@@ -90,7 +89,3 @@ def test_colours_repeat() -> None:
 )
 def test_compact_numbers(value: float, shown: str) -> None:
     assert compact(value) == shown
-
-
-def test_pages_are_imported_without_matplotlib_and_numpy() -> None:
-    assert not imported("import tlora_megatron.page", "torch", "numpy", "matplotlib")

@@ -67,13 +67,6 @@ def test_a_job_is_what_the_planner_and_gangs_know(submit: Validate, model_type: 
     assert (live.load.rank, live.load.expert_rank, live.load.shares_outer) == (16, 4, True)
 
 
-def test_portions_are_refused(submit: Validate, home: Home) -> None:
-    found = submit("qwen3_moe", portion_tokens=64)
-    assert isinstance(found, Refused)
-    assert found.error.startswith("portion_tokens of job a must be absent over a base with routed")
-    assert not home.tokens.exists() or not any(home.tokens.iterdir())  # no data was read
-
-
 def test_beside_a_shared_expert(submit: Validate) -> None:
     found = submit("qwen2_moe", lora={"target_modules": ["q_proj", *SHARED_EXPERT_TARGETS]})
     assert isinstance(found, Validated)

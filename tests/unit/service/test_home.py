@@ -252,7 +252,7 @@ def test_the_service_without_its_worker_imports_no_torch(repo: Path) -> None:
     ]
     names = [name for name in names if name not in own_process]  # they import Ray, or torch
     code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
-    assert not imported(code, "torch", "megatron", "transformers", "ray")
+    assert not imported(code, "torch", "megatron", "transformers", "ray", "psycopg")
 
 
 REFUSED = "must not be of model_type gpt_oss yet, got one; train its jobs with tlora train"

@@ -72,19 +72,15 @@ def _has_its_base(home: Home, store: Store, job: str) -> None:
     put_job(store, "b", document={"base_model": {"path": str(home.job(job) / "merged")}})
 
 
-def _session(store: Store, job: str, loaded_from: str | None = None) -> None:
+def _its_client_is_there(home: Home, store: Store, job: str) -> None:
     session = Session(id="s1", tenant="ann", created_at=0.0, sdk_version="1", heard_at=0.0)
     model = {"tenant": "ann", "session": "s1", "base": "b", "created_at": 0.0, "rank": 1}
     store.sessions.add(session)
     store.sessions.add_model(Model(id="s1:train:0", number=0, job=job, **model))
 
 
-def _its_client_is_there(home: Home, store: Store, job: str) -> None:
-    _session(store, job)
-
-
 def _a_client_samples_from_it(home: Home, store: Store, job: str) -> None:
-    _session(store, job)
+    _its_client_is_there(home, store, job)
     store.sessions.end("s1", "done")
     later = Session(id="s2", tenant="ann", created_at=0.0, sdk_version="1", heard_at=0.0)
     path = "tinker://s1:train:0/sampler_weights/x"

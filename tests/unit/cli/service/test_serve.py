@@ -263,11 +263,3 @@ def test_layouts(parallel: dict[str, Any], world_size: int, words: str) -> None:
 )
 def test_durations(seconds: float, words: str) -> None:
     assert duration_words(seconds) == words
-
-
-def test_inspect_shows_a_job_of_a_service(tmp_path: Path, tlora: Tlora) -> None:
-    folder = tmp_path / "j1abcd"
-    folder.mkdir()
-    summary = {"status": "finished", "steps": 5, "max_steps": 5, "rank": 4, "tokens": 10}
-    (folder / "summary.json").write_text(json.dumps(summary))
-    assert "j1abcd finished 4 5/5" in " ".join(tlora("inspect", folder).split())

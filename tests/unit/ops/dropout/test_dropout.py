@@ -27,10 +27,10 @@ def dropped(
     return dropout_reference(ones, row_keys(seed, rows), torch.full((rows,), p), layer, column) == 0
 
 
-def assert_rate(hits: torch.Tensor, rate: float, sigmas: float = 5.0) -> None:
-    """The share of True lies within `sigmas` standard deviations of `rate`."""
+def assert_rate(hits: torch.Tensor, rate: float) -> None:
+    """The share of True lies within five standard deviations of `rate`."""
     deviation = math.sqrt(rate * (1 - rate) / hits.numel())
-    assert abs(hits.float().mean().item() - rate) <= sigmas * deviation
+    assert abs(hits.float().mean().item() - rate) <= 5 * deviation
 
 
 def stated(p: float) -> float:

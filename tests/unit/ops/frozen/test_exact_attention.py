@@ -97,23 +97,6 @@ def test_other_numbers_of_parts_can_be_asked_for() -> None:
     assert long_shape(32, 8, 132, parts=5)[:3] == (5, 32, 1)
 
 
-@pytest.mark.parametrize(
-    ("heads", "short", "parts", "most"),
-    [((32, 8), 16, 2, 4), ((16, 4), 8, 2, 8), ((8, 2), 4, 4, 5), ((4, 1), 2, 7, 5)],
-)
-def test_few_heads_divide_sooner(heads: tuple[int, int], short: int, parts: int, most: int) -> None:
-    found = classes(*heads)
-    assert found.short_document == short
-    assert (found.middle.parts, found.middle.most) == (parts, most)
-
-
-def test_many_heads_are_not_divided_below_the_longest_class() -> None:
-    found = classes(64, 8)
-    assert found.middle == found.short
-    runs = document_runs([5, 18, 30, 9], [False] * 4, found.of)
-    assert [run.lengths for run in runs] == [(5, 18), (30,), (9,)]
-
-
 def test_padding_is_in_no_call() -> None:
     class_of = classes(32, 8).of
     lengths = [5, 9, 17, 18, 19, 20, 17, 30, 7, 64]

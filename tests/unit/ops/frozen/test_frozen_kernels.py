@@ -203,12 +203,12 @@ KINDS = {"twice": (False, False), "once": (False, True), "zero-centred": (True, 
 """A norm's `zero_centered` and `rounds_once`."""
 
 
-def head_norms(kind: str, dim: int, dtype: torch.dtype, eps: float = 1e-5) -> HeadNorms:
+def head_norms(kind: str, dim: int, dtype: torch.dtype) -> HeadNorms:
     """Weights far from 1, one of them zero."""
     zero_centered, rounds_once = KINDS[kind]
     weight = draw(2, dim, dtype=dtype, scale=0.5) + (0 if zero_centered else 1)
     weight[0, 0] = -1 if zero_centered else 0
-    query, key = (NormWeight(row, eps, zero_centered, rounds_once) for row in weight)
+    query, key = (NormWeight(row, 1e-5, zero_centered, rounds_once) for row in weight)
     return HeadNorms(query, key)
 
 

@@ -16,12 +16,10 @@ from tlora_megatron.ops.lora.cuda_arguments import gemm_tile, is_supported
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
 from tlora_megatron.ops.lora.tiling import (
     RANK_CHUNK,
-    ROW_TILE,
     RankLayout,
     portion_borders,
     rank_chunks,
     row_runs,
-    tile_plan,
 )
 
 Case = tuple[tuple[int, ...], RankLayout]
@@ -61,24 +59,6 @@ def test_arenas_hold_each_factor_once_without_gaps(case: Case) -> None:
             rows_b[target] += range(begin, begin + room)
     assert rows_a == list(range(layout.a_rows))
     assert rows_b == [list(range(rows)) for rows in layout.b_rows] or not layout.ranks
-
-
-@given(cases())
-@fast
-def test_a_row_with_an_adapter_lies_in_one_pair(case: Case) -> None:
-    ends, layout = case
-    plan = tile_plan(ends, layout)
-    rows = [(pair.slot, row) for pair in plan.pairs for row in range(pair.begin, pair.end)]
-    expected = [
-        (slot, row)
-        for slot, segment in enumerate(segments(ends))
-        if any(layout.ranks[slot])
-        for row in segment
-    ]
-    assert rows == expected
-    for pair in plan.pairs:
-        assert pair.begin // ROW_TILE == (pair.end - 1) // ROW_TILE == pair.tile
-    assert list(plan.pairs) == sorted(plan.pairs)
 
 
 @given(cases(), st.sampled_from([16, 64, 300, 512]), st.integers(1, 4))
@@ -142,26 +122,6 @@ def test_runs_and_borders_of_portions_are_those_of_each_alone(
 
 
 H100_CLUSTERS = 66
-
-
-@pytest.mark.parametrize(
-    ("row_budget", "columns", "width"),
-    [
-        (8192, 4096, 256),
-        (8192, 6144, 256),
-        (8192, 28672, 256),
-        (2048, 4096, 256),
-        (4096, 2560, 128),
-        (1024, 6144, 192),
-        (1024, 14336, 128),
-        (1024, 2560, 192),
-        (2048, 2560, 192),
-        (300, 4096, 128),
-        (8192, 65536, 256),
-    ],
-)
-def test_gemm_tile(row_budget: int, columns: int, width: int) -> None:
-    assert gemm_tile(row_budget, columns, H100_CLUSTERS).columns == width
 
 
 def test_a_gemm_never_has_more_column_tiles_than_the_kernel_counts() -> None:

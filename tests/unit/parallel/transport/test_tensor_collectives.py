@@ -4,7 +4,6 @@ ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from tlora_megatron.ops.lora.cuda_arguments import ExchangeArguments
 from tlora_megatron.parallel import collectives as tensor_collectives
 from tlora_megatron.parallel import copy_engine
 from tlora_megatron.parallel.collectives import SkippedCollectives, make_tensor_collectives
-from tlora_megatron.parallel.copy_engine import CopyEngineCollectives, Lane
+from tlora_megatron.parallel.copy_engine import CopyEngineCollectives
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -148,22 +147,3 @@ def test_bytes_are_gathered_as_words_that_nothing_is_added_to(library: Library) 
     assert library.calls[0]["dtype"] == 2
     with pytest.raises(AssertionError, match="come in fours, got 6"):
         made.all_gather(torch.zeros(2, 3, dtype=torch.uint8), 0)
-
-
-def test_steps_are_made_once_for_a_lane(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, asked = collectives(), []
-    steps: Callable[..., Any] = Lane.steps
-
-    def counted(lane: Lane, operation: Any, num_bytes: int) -> Any:
-        asked.append((operation, num_bytes))
-        return steps(lane, operation, num_bytes)
-
-    monkeypatch.setattr(Lane, "steps", counted)
-    for rows, dtype in ((8, torch.bfloat16), (4, torch.float32), (12, torch.bfloat16)):
-        for _ in range(3):
-            made.all_reduce(torch.zeros(rows, 16, dtype=dtype), 0)
-    sizes = [("all_reduce", size) for size in (256, 256, 384)]
-    assert asked == sizes
-    made.all_reduce(torch.zeros(8, 16, dtype=torch.bfloat16), 1)
-    assert asked == [*sizes, ("all_reduce", 256)]
-    assert [c["dtype"] for c in library.calls] == [0, 0, 0, 2, 2, 2, 0, 0, 0, 0]

@@ -17,21 +17,6 @@ from tlora_megatron.service.removal import act_on
 from tlora_megatron.service.store import StoreError, StoreFull
 
 
-def test_a_job_trains_and_ends(root: Path) -> None:
-    service = LiveService(root, times=FakeTimes(checkpoint_s=5.0))
-    idle_s = service.controller.pause_s
-    job = service.submit("one", steps=20)
-    service.run(2)
-    assert service.controller.pause_s < idle_s
-    service.run()
-    row = service.job(job)
-    assert (row.state, row.step, row.lease) == ("finished", 20, None)
-    assert len(service.adapter(job)) == 64
-    kinds = [event.kind for event in service.store.events.after(0, job=job)]
-    assert kinds[0] == "submitted"
-    assert kinds.index("granted") < kinds.index("saved") < kinds.index("released")
-
-
 def test_why_a_job_waits_is_said(root: Path) -> None:
     service = LiveService(root, policy="isolated")
     service.submit("busy", steps=400, batch=10)

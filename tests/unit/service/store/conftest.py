@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.postgres import emptied
 from tlora_megatron.service.store import Store, open_store
-
-Open = Callable[[], Store]
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -344,12 +344,6 @@ class TestBatchPlan:
         assert plan.indices(0) != plan.indices(1)
         assert plan.indices(0) != BatchPlan(50, 50, other, max_steps=1).indices(0)
 
-    def test_few_permutations_are_kept(self):
-        plan = BatchPlan(num_sequences=3, batch_size=1, seed=0, epochs=50)
-        for step in range(plan.num_steps):
-            plan.indices(step)
-            assert len(plan._orders) <= 2
-
     @pytest.mark.parametrize("step", [-1, 4])
     def test_refuses_a_step_outside_the_plan(self, step):
         with pytest.raises(IndexError, match=rf"step must be in \[0, 4\), got {step}"):

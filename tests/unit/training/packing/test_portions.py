@@ -118,13 +118,13 @@ def lognormal_batches(draw: random.Random, count: int) -> list[list[int]]:
     return batches
 
 
-def used_room(jobs: int, portion_tokens: int, seed: int, num_rounds: int = 60) -> float:
+def used_room(jobs: int, portion_tokens: int, seed: int) -> float:
     """Rows used of micro-batches of 8,192, where every job begins a new batch when one is done."""
     draw = random.Random(seed)
     batches = lognormal_batches(draw, jobs)
     queues: list[list[Item]] = [[] for _ in range(jobs)]
     used = 0
-    for number in range(num_rounds):
+    for number in range(60):
         for slot, lengths in enumerate(batches):
             queues[slot] = queues[slot] or items(draw.sample(lengths, len(lengths)))
         bins, queues = fill_bins(
@@ -132,7 +132,7 @@ def used_room(jobs: int, portion_tokens: int, seed: int, num_rounds: int = 60) -
             first_slot=number,
         )  # fmt: skip
         used += bins.num_tokens
-    return used / (num_rounds * 8192)
+    return used / (60 * 8192)
 
 
 @pytest.mark.parametrize(("jobs", "least"), [(3, 0.85), (8, 0.95), (16, 0.96)])

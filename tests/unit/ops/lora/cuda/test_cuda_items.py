@@ -1,143 +1,29 @@
-"""The CUDA kernels' work lists: each does all the work once."""
+"""The CUDA kernels' work lists of sums: what neighbours do not change, and their memory."""
 
 from __future__ import annotations
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.cuda_cases import FUSED_AND_Q, GATE_UP, QKV, WHOLE
-from tests.helpers.item_machine import BLOCK_ROWS, kernel_width
-from tests.helpers.kernel_case import make_rows
-from tlora_megatron.ops.lora.cuda_calls import rank_form
+from tests.helpers.cuda_cases import GATE_UP
 from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
     UP,
     SumInput,
     SumSizes,
-    moved_bytes,
-    row_items,
-    row_parts,
-    rows_per_run,
     sum_inputs,
     sum_items,
 )
 from tlora_megatron.ops.lora.linear_ops import OutputColumns
-from tlora_megatron.ops.lora.tiling import (
-    RANK_CHUNK,
-    PlanTensors,
-    RankLayout,
-    plan_tensors,
-    rank_chunks,
-)
+from tlora_megatron.ops.lora.tiling import PlanTensors, RankLayout
 
 CPU = torch.device("cpu")
-IN_SIZE = 136
-LENGTHS = st.one_of(
-    st.just(0), st.integers(1, 40), st.sampled_from([255, 256, 257, 512]), st.integers(1, 1500)
-)
 RANKS = st.one_of(st.just(0), st.integers(1, 64), st.sampled_from([15, 17, 128, 129, 256]))
 fast = settings(max_examples=60, deadline=None)
-
-
-@st.composite
-def plans(draw: st.DrawFn) -> tuple[PlanTensors, tuple[OutputColumns, ...]]:
-    columns = draw(st.sampled_from([WHOLE, QKV, GATE_UP, FUSED_AND_Q]))
-    ranks = draw(st.lists(st.tuples(*[RANKS] * len(columns)), min_size=1, max_size=6))
-    lengths = draw(st.lists(LENGTHS, min_size=len(ranks) + 1, max_size=len(ranks) + 1).filter(sum))
-    ends = tuple(itertools.accumulate(lengths))
-    return PlanTensors(ends, RankLayout(tuple(ranks)), CPU), columns
-
-
-@given(plans(), st.booleans())
-@fast
-def test_row_items_write_every_chunk_of_both_halves_once(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]], per_target: bool
-) -> None:
-    plan, _ = made
-    items = row_items(plan, per_target=per_target).items
-    chunks = plan["chunks"].numpy()
-    written = [
-        (int(chunks[item[8] + i]), int(item[3])) for item in items for i in range(int(item[6]))
-    ]
-    expected = itertools.product(range(plan.num_chunks), (0, BLOCK_ROWS))
-    assert sorted(written) == list(expected)
-    owned = np.minimum(items[:, 2], items[:, 0] + BLOCK_ROWS) - np.maximum(items[:, 1], items[:, 0])
-    reads = np.where(owned > 0, owned + items[:, 6] * RANK_CHUNK, 0)
-    assert (np.diff(reads) <= 0).all(), "items that read most come first"
-    for item in items:
-        assert item[9] + item[6] * RANK_CHUNK <= rank_form(plan).row_width
-
-
-def short_runs(
-    plan: PlanTensors, columns: tuple[OutputColumns, ...], window: tuple[int, int]
-) -> tuple[SumInput, SumInput]:
-    """x over a window and dy over all rows, in short runs."""
-    out_size = columns[0].groups * columns[0].stride
-    all_rows = (0, plan.num_rows)
-    return (
-        SumInput(kind=DOWN, columns=(), in_columns=IN_SIZE, rows_per_run=256, window=window),
-        SumInput(kind=UP, columns=columns, in_columns=out_size, rows_per_run=256, window=all_rows),
-    )
-
-
-@given(plans(), st.data())
-@fast
-def test_parts_of_sums_lie_apart_and_count_for_themselves(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]], data: st.DataObject
-) -> None:
-    plan, columns = made
-    window = data.draw(st.integers(0, plan.num_rows)), plan.num_rows
-    found = sum_items(plan, short_runs(plan, columns, window))
-    room = []
-    blocks: dict[int, list[np.ndarray]] = {}
-    for item in found.items:
-        count, part, parts, workspace, counter, kind = (int(item[i]) for i in (6, *range(10, 15)))
-        first_row = window[0] if kind == DOWN else 0
-        assert first_row <= item[0] < item[1] <= plan.num_rows
-        assert 0 <= counter < len(found.items)
-        if parts > 1:
-            units = kernel_width(count) // 2
-            begin = workspace + part * units
-            room.append((begin, begin + units))
-            blocks.setdefault(counter, []).append(item)
-    room.sort()
-    assert all(a[1] <= b[0] for a, b in itertools.pairwise(room))
-    assert sum(end - begin for begin, end in room) == found.workspace
-    assert not room or (room[0][0], room[-1][1]) == (0, found.workspace)
-    for group in blocks.values():
-        assert sorted(item[10] for item in group) == list(range(group[0][11]))
-        same = [(*item[4:10], *item[11:15]) for item in group]
-        assert same == same[:1] * len(group)
-
-
-@given(plans())
-@fast
-def test_sums_cover_every_rank_row_feature_and_row_once(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]],
-) -> None:
-    plan, columns = made
-    covered: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for item in sum_items(plan, short_runs(plan, columns, (0, plan.num_rows))).items:
-        for chunk in range(int(item[6])):
-            key = (int(item[14]), int(item[8]) + chunk * RANK_CHUNK, int(item[4]))
-            covered.setdefault(key, []).append((int(item[0]), int(item[1])))
-    expected = {}
-    for slot, (begin, end) in enumerate(itertools.pairwise((0, *plan.ends[:-1]))):
-        for p, rank in enumerate(plan.layout.ranks[slot]):
-            for chunk in range(rank_chunks(rank)) if end > begin else ():
-                row = plan.layout.a_begin[slot][p] + chunk * RANK_CHUNK
-                runs = list(itertools.pairwise([*range(begin, end, 256), end]))
-                for kind, width in ((DOWN, IN_SIZE), (UP, columns[p].size)):
-                    for feature in range(0, width, 128):
-                        expected[kind, row, feature] = runs
-    assert {key: sorted(runs) for key, runs in covered.items()} == expected
-
-
 PORTIONS = st.lists(st.integers(1, 700), min_size=1, max_size=4)
 
 
@@ -181,8 +67,13 @@ def plan_of(packing: list[tuple[tuple[int, int], list[int]]], padding: int) -> P
 
 
 def own_sums(plan: PlanTensors, slot: int) -> list[tuple[object, ...]]:
-    """A slot's items of sums, with rows and arena rows from its own first, and its borders."""
-    found = sum_items(plan, short_runs(plan, GATE_UP, (0, plan.num_rows)))
+    """A slot's items of short runs, with rows and arena rows from its own first, and borders."""
+    all_rows, out_size = (0, plan.num_rows), GATE_UP[0].groups * GATE_UP[0].stride
+    inputs = [
+        SumInput(kind=DOWN, columns=(), in_columns=136, rows_per_run=256, window=all_rows),
+        SumInput(kind=UP, columns=GATE_UP, in_columns=out_size, rows_per_run=256, window=all_rows),
+    ]
+    found = sum_items(plan, inputs)
     begin, arena = (0, *plan.ends)[slot], plan.layout.a_begin[slot][0]
     own = []
     for item in found.items.tolist():
@@ -196,18 +87,6 @@ def own_sums(plan: PlanTensors, slot: int) -> list[tuple[object, ...]]:
     return sorted(own)
 
 
-@given(plans())
-@fast
-def test_sums_that_move_most_come_first_and_of_equal_ones_those_of_dy(
-    made: tuple[PlanTensors, tuple[OutputColumns, ...]],
-) -> None:
-    plan, columns = made
-    items = sum_items(plan, short_runs(plan, columns, (0, plan.num_rows))).items
-    moved = moved_bytes(items)
-    keys = [(-size, item[14] != UP) for size, item in zip(moved, items, strict=True)]
-    assert keys == sorted(keys)
-
-
 @pytest.mark.parametrize("slots", [1, 8, 1024])
 def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None:
     """Of segments with several runs there are few; the others keep no parts."""
@@ -215,29 +94,3 @@ def test_workspace_does_not_grow_with_the_number_of_adapters(slots: int) -> None
     plan = PlanTensors((*ends, 8192), RankLayout(((16,),) * slots), CPU)
     whole = SumInput(kind=DOWN, columns=(), in_columns=28672, rows_per_run=4096, window=(0, 8192))
     assert sum_items(plan, [whole]).workspace <= 5 * 224 * 8
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "expected"), [(1, 4), (2048, 4), (4096, 4), (8192, 2), (16384, 2), (65536, 2)]
-)
-def test_row_parts(num_rows: int, expected: int) -> None:
-    assert row_parts(num_rows, 132) == expected
-
-
-@pytest.mark.parametrize("features", [8, 4096, 6144, 14336, 28672, 57344])
-@pytest.mark.parametrize("num_rows", [1, 2048, 8192, 16384, 131072])
-def test_a_run_is_whole_steps_of_rows(num_rows: int, features: int) -> None:
-    size = rows_per_run(num_rows, features, 264)
-    assert isinstance(size, int)
-    assert size % 64 == 0
-    assert 128 <= size <= 4096
-    assert size <= rows_per_run(2 * num_rows, features, 264)
-
-
-def test_sites_with_equal_layouts_share_a_plan() -> None:
-    ranks = ((8, 16), (0, 4))
-    rows = make_rows((100, 20), 8)
-    first = plan_tensors(rows, RankLayout(ranks), CPU)
-    assert plan_tensors(rows, RankLayout(ranks), CPU) is first
-    assert plan_tensors(rows, RankLayout(ranks[::-1]), CPU) is not first
-    assert plan_tensors(make_rows((100, 20), 8), RankLayout(ranks), CPU) is not first

@@ -48,7 +48,6 @@ from tlora_megatron.ops.lora.triton_work_items import (
     DownConfig,
     KernelConfig,
     UpConfig,
-    kernel_config,
 )
 from tlora_megatron.ops.routing import RowGroups
 
@@ -319,17 +318,6 @@ def test_gradients_are_bitwise_those_of_the_job_alone(monkeypatch: pytest.Monkey
         for name in (f"dA[1][{p}]", f"dB[1][{p}]"):
             assert torch.equal(found[0][name], found[1][name]), name
             assert torch.equal(found[0][name], found[2][name]), name
-
-
-def test_runs_of_many_rows_get_the_defaults() -> None:
-    assert kernel_config(2049) == KernelConfig()
-
-
-def test_runs_of_few_rows_have_more_warps_backward() -> None:
-    few, many = kernel_config(2048), KernelConfig()
-    assert few == kernel_config(1)
-    assert few.backward_up.num_warps == few.backward_down.num_warps == 8
-    assert (few.down, few.up) == (many.down, many.up)
 
 
 def test_blocks_follow_the_budget_of_rows() -> None:

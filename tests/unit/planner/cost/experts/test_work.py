@@ -10,24 +10,19 @@ import pytest
 
 from tests.helpers.planner_case import (
     EXPERTS,
-    FREE_LORA,
-    H200,
     HARDWARE,
     SPEC,
     memory_use,
     on_attention,
-    published,
     step_cost,
 )
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import JobSums
 from tlora_megatron.planner.cost.cost_model import CostModel
-from tlora_megatron.planner.cost.expert_adapters import ExpertLora
-from tlora_megatron.planner.cost.experts import RoutedCost, RoutedWork, expert_split, fullest_share
+from tlora_megatron.planner.cost.experts import RoutedCost, RoutedWork, fullest_share
 from tlora_megatron.planner.cost.layer_cost import LayerCost, LayerModel
-from tlora_megatron.planner.cost.rates import FITTED_CHOICES, ExpertTimes, Rates
+from tlora_megatron.planner.cost.rates import ExpertTimes, Rates
 from tlora_megatron.planner.hardware import HardwareProfile, HostCost
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad
@@ -36,22 +31,13 @@ ROWS = 1024
 HOST = HostCost(layer_s=1e-3, round_s=0.0, job_step_s=0.0)
 
 
-COUNTED_ONLY = ExpertTimes()
+def routed(plan: Plan, hardware: HardwareProfile = HARDWARE, rows: float = ROWS) -> RoutedCost:
+    return RoutedWork(EXPERTS, Rates(hardware, ExpertTimes())).cost(plan, rows)
 
 
-def routed(
-    plan: Plan,
-    hardware: HardwareProfile = HARDWARE,
-    rows: float = ROWS,
-    times: ExpertTimes = COUNTED_ONLY,
-) -> RoutedCost:
-    return RoutedWork(EXPERTS, Rates(hardware, times)).cost(plan, rows)
-
-
-def load_of(rows: float, jobs: int = 1, sequences: float = 8.0) -> RoundLoad:
-    """A micro-batch with equally many rows of each job, which step every round."""
-    each = [(value,) * jobs for value in (rows / jobs, sequences, 1.0)]
-    return RoundLoad(1, rows, job_tokens=each[0], job_sequences=each[1], steps=each[2])
+def load_of(rows: float, sequences: float = 8.0) -> RoundLoad:
+    """A micro-batch of one job, which steps every round."""
+    return RoundLoad(1, rows, job_tokens=(rows,), job_sequences=(sequences,), steps=(1.0,))
 
 
 def test_products_and_passes_on_one_gpu() -> None:
@@ -69,24 +55,6 @@ def test_products_and_passes_on_one_gpu() -> None:
     expected = (scores[0] + forward) / 1e9, (scores[1] + backward) / 1e9
     assert found.stream_s == pytest.approx(expected)
     assert found.exchange_s == (0.0, 0.0)
-
-
-def test_the_choice_of_experts_takes_a_part_that_does_not_grow_with_rows() -> None:
-    times = ExpertTimes(routing_s=1e-3)
-    found = {
-        rows: [
-            some - none
-            for some, none in zip(
-                routed(Plan(), rows=rows, times=times).stream_s,
-                routed(Plan(), rows=rows).stream_s,
-                strict=True,
-            )
-        ]
-        for rows in (0.5, FITTED_CHOICES / 2, FITTED_CHOICES)
-    }
-    assert found[FITTED_CHOICES / 2] == pytest.approx([0.8e-3, 0.2e-3])
-    assert found[FITTED_CHOICES] == pytest.approx([1.2e-3, 0.3e-3])
-    assert found[0.5] == pytest.approx([0.4e-3, 0.1e-3], rel=1e-4)
 
 
 def test_expert_parallel_ranks_exchange_rows_and_wait_for_the_fullest() -> None:
@@ -133,27 +101,9 @@ def test_whole_experts_take_a_rank_s_own_rows_and_cut_ones_all() -> None:
     assert carried == pytest.approx(4 * 8192 * 100 * 2 / 2 / 1e9)
 
 
-def _layer(
-    plan: Plan, spec: ModelSpec = EXPERTS, hardware: HardwareProfile = HARDWARE
-) -> LayerCost:
+def _layer(plan: Plan, spec: ModelSpec = EXPERTS) -> LayerCost:
     load = load_of(8192.0, sequences=16.0)
-    return LayerModel(spec, on_attention(), Rates(hardware)).cost(plan, load)
-
-
-QWEN = published("qwen3-30b-a3b")
-
-
-def test_the_floor_of_a_layer_of_qwen3_30b_at_8192_tokens() -> None:
-    """Estimated at 4.1 ms on an H200, 2.85 of them products, of 650 TFLOP/s and 4 TB/s."""
-    layer = _layer(Plan(), QWEN, H200)
-    assert layer.gemm_s == pytest.approx(2.85e-3, rel=0.05)
-    hidden, inner, rows = 2048, 768, 8192 * 8
-    # Each row is spread and summed once each way, and SwiGLU goes over what is between.
-    spread_and_sum = 2 * (3 * rows + 8192) * hidden
-    least_bytes = 2 * (spread_and_sum + (3 + 5) * rows * inner)
-    floor_s = layer.gemm_s + layer.attention_s + least_bytes / 4e12
-    assert floor_s == pytest.approx(4.1e-3, rel=0.15)
-    assert floor_s < layer.total_s < 2 * floor_s
+    return LayerModel(spec, on_attention(), Rates(HARDWARE)).cost(plan, load)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -213,106 +163,21 @@ def test_without_bf16_experts_are_products_of_their_own() -> None:
     assert rates.grouped_gemm_s(256, 8, 400, 100) == expected
 
 
-def _adapters(
-    plan: Plan,
-    jobs: list[JobLoad],
-    rows: float = ROWS,
-    times: ExpertTimes = COUNTED_ONLY,
-    **machine: Any,
-) -> tuple[float, float]:
-    split = expert_split(EXPERTS, plan)
-    assert split is not None
-    rates = Rates(replace(COUNTED, **machine), times)
-    found = ExpertLora(EXPERTS, jobs, rates, JobSums())
-    return found.times(split, load_of(rows, len(jobs)), rows, plan.dp_size)
-
-
-def _on_experts(rank: int, **changes: object) -> JobLoad:
-    return replace(on_attention()[0], targets=EXPERT_TARGETS, expert_rank=rank, **changes)  # type: ignore[arg-type]
-
-
-COUNTED = replace(HARDWARE, stream_bytes_per_s=1e30, copy_bytes_per_s=1e9)
-"""A machine on which only the bytes of factors take time."""
-
-
-def _zeros(rows: float) -> float:
-    """Seconds of the zeros for rank columns: two experts a row, 8 columns of each linear."""
-    return 2 * rows * (8 + 8) * 2 / 1e9
-
-
-def test_factors_of_all_experts_are_read_twice_and_their_gradients_read_and_written() -> None:
-    elements = 8 * 4 * 3 * (100 + 200)
-    forward, backward = _adapters(Plan(), [_on_experts(4)])
-    assert forward - _zeros(ROWS) == pytest.approx(elements * 2 / 1e9)
-    assert backward - _zeros(ROWS) == pytest.approx(elements * (2 + 8) / 1e9)
-    more = _adapters(Plan(), [_on_experts(4)], rows=8 * ROWS)
-    assert more[0] - _zeros(8 * ROWS) == pytest.approx(forward - _zeros(ROWS))
-    shared = _adapters(Plan(dp_size=4, ep_size=4), [_on_experts(4)])
-    zeros = fullest_share(4, 2) * _zeros(ROWS)
-    assert shared[1] - zeros == pytest.approx(elements / 4 * (2 + 8) / 1e9)
-    outer = _adapters(Plan(), [_on_experts(4, shares_outer=True)])
-    own = 4 * 3 * (8 * 200 + 100)
-    assert outer == pytest.approx((own * 2 / 1e9, own * (2 + 8) / 1e9))
-    assert _adapters(Plan(), on_attention()) == (0.0, 0.0)
-
-
-def test_shared_outer_factors_have_short_kernels_at_each_linear() -> None:
-    times = ExpertTimes(outer_linear_s=1e-3)
-    outer, own = _on_experts(4, shares_outer=True), _on_experts(4)
-    for jobs, linears in (([outer], 2), ([outer, outer], 2), ([own, outer], 2), ([own], 0)):
-        slow, fast = (sum(_adapters(Plan(), jobs, times=t)) for t in (times, COUNTED_ONLY))
-        assert slow - fast == pytest.approx(linears * 1e-3 * (0.5 + 0.5 * 2 * ROWS / 65536))
-
-
-@pytest.mark.parametrize(
-    ("targets", "shares_outer", "ep_size", "forward", "backward"),
-    [
-        # Two experts a row: what is moved for the row itself counts half for each.
-        (EXPERT_TARGETS, False, 1, 200 + 100 / 2, 6 * 200 + 3 * 100 / 2),
-        (EXPERT_TARGETS[2:], False, 1, 200, 2 * 200 + 2 * 100 / 2),
-        (EXPERT_TARGETS, True, 1, 5 * 200 + 3 * 100 / 2, 10 * 200 + 5 * 100 / 2),
-        # Rows that came from other ranks lie there for each expert.
-        (EXPERT_TARGETS, False, 2, 200 + 100, 6 * 200 + 3 * 100),
-    ],
-    ids=["own", "down", "outer", "own, EP2"],
-)
-def test_rows_are_read_where_kernels_read_them(
-    targets: tuple[str, ...], shares_outer: bool, ep_size: int, forward: float, backward: float
-) -> None:
-    plan = Plan(dp_size=ep_size, ep_size=ep_size)
-    split = expert_split(EXPERTS, plan)
-    assert split is not None
-    jobs = [replace(_on_experts(4), targets=targets, shares_outer=shares_outer)]
-    found = _adapters(plan, jobs, copy_bytes_per_s=1e30, stream_bytes_per_s=1e9)
-    rows = 2 * ROWS * split.fullest()
-    expected = [rows * elements * 2 / 1e9 for elements in (forward, backward)]
-    assert found == pytest.approx(tuple(expected))
-
-
-def test_products_of_adapters_grow_with_rows_and_with_the_fullest_rank() -> None:
-    cost = replace(FREE_LORA, forward_rank_s=1e-12, backward_rank_s=1e-12)
-    plan = Plan(dp_size=4, ep_size=4)
-    forward, backward = _adapters(plan, [_on_experts(4)], lora=cost, copy_bytes_per_s=1e30)
-    # Two experts a row, three linears whose two factors have 300 features together.
-    products = 2 * ROWS * fullest_share(4, 2) * 4 * 3 * 300
-    assert forward == pytest.approx(products * 1e-12)
-    assert backward == pytest.approx(2 * products * 1e-12)
-
-
 def test_a_step_of_a_job_on_experts_sums_and_updates_all_of_its_elements() -> None:
     machine = replace(HARDWARE, copy_bytes_per_s=1e9)
     rates = Rates(machine, ExpertTimes(job_step_s=2.0))
     plan = Plan(dp_size=4, micro_batch_tokens=8192)
     elements = EXPERTS.num_layers * 8 * 4 * 3 * (100 + 200)
+    job = replace(on_attention()[0], targets=EXPERT_TARGETS, expert_rank=4)
 
     def steps(job: JobLoad, plan: Plan) -> float:
         return CostModel(EXPERTS, [job], machine, rates=rates).all_steps_s(plan)
 
-    held = steps(_on_experts(4), plan)
+    held = steps(job, plan)
     summed = rates.collective_s("all_reduce", 4, elements * 4)
     assert held == pytest.approx(summed + 52 * elements / 1e9 + 2.0)
     # Of shared experts every rank has a part, whose replicas are fewer.
-    alone = steps(_on_experts(4), replace(plan, ep_size=4))
+    alone = steps(job, replace(plan, ep_size=4))
     assert alone == pytest.approx(52 * elements / 4 / 1e9 + 2.0)
     attention = EXPERTS.num_layers * 16 * (4 * 100 + 100 + 20 + 20 + 100)
     assert steps(on_attention()[0], replace(plan, dp_size=1)) == pytest.approx(52 * attention / 1e9)
