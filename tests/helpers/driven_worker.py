@@ -121,7 +121,7 @@ def wrong(client: Client, number: int) -> tuple[int, str]:
 def values(client: Client, number: int) -> list[float]:
     answer = client.good(number)
     assert answer.logprobs is not None
-    return [answer.metrics["loss:sum"], *answer.logprobs.tolist()]
+    return [*answer.metrics.values(), *answer.logprobs.tolist()]
 
 
 def oracle(root: Path, steps: str) -> dict[str, Any]:

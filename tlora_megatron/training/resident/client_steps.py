@@ -29,6 +29,7 @@ from tlora_megatron.config.sections import read_job
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan, gathered, judge
 from tlora_megatron.training.driven_requests import (
+    SAMPLED_STEPS,
     Answer,
     Clients,
     Request,
@@ -92,6 +93,27 @@ def _note(loop: Loop, asked: Next, outcome: StepOutcome) -> Answer:
     loop.note_step(StepReport(job, reported, lr, tokens, targets, job.batch_time_s))
     job.batch_time_s = 0.0
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})
+
+
+def _about_samples(job: DrivenState, request: Request, logprobs: np.ndarray) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the trainer's, and its weights behind.
+
+    A target of which neither log-probability nor advantage was given was not sampled, and those
+    that were recorded beside the first one of its place do not count.
+    """
+    arrays, found = request.arrays, {}
+    if "logprobs" in arrays:
+        places = [place for runs in request.runs for place in range(runs)]
+        is_sampled_T = (arrays["logprobs"] != 0) | (arrays["advantages"] != 0)
+        is_sampled_T &= np.repeat(places, arrays["lengths"]) == 0
+        found["sampler_gap"] = np.abs(logprobs.astype(float) - arrays["logprobs"])[is_sampled_T]
+    found["staleness"] = job.step - np.array(request.params.get(SAMPLED_STEPS, ()))
+    return {
+        f"{name}:{kind}": float(reduce(values))
+        for name, values in found.items()
+        for kind, reduce in (("mean", np.mean), ("max", np.max))
+        if len(values)
+    }
 
 
 _RANK = 8
@@ -256,7 +278,8 @@ class RequestExecutor:
             if verdict.error is not None:
                 self._refuse(job, running.number, verdict.error)
                 continue
-            metrics, params = {"loss:sum": verdict.loss}, running.request.params
+            params = running.request.params
+            metrics = {"loss:sum": verdict.loss, **_about_samples(job, running.request, logprobs)}
             told = {key: params[key] for key in ("runs", "loss_fn") if "runs" in params}
             answer = Answer(metrics=metrics, values=told, logprobs=logprobs)
             self._answer(job, running.number, answer)

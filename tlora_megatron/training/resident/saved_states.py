@@ -164,7 +164,8 @@ class StateFiles:
             return False
         self.full.add(job.name)
         path = f"jobs/{job.name}/{folder.parent.name}/{folder.name}"
-        done = partial(self._answer, job, number, Answer(values={"path": path}))
+        answer = Answer(values={"path": path, "step": job.step})
+        done = partial(self._answer, job, number, answer)
         self._loop.saver.save(job, [target._replace(on_done=done)])
         job.finish(number)
         return True
