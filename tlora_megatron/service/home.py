@@ -5,12 +5,14 @@ Everything below it belongs to the service's user alone: folders are 0700, files
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -123,11 +125,18 @@ class Home:
         return self.jobs / _checked(job_id, _JOB_ID, "id of a job")
 
     def remove_job(self, job_id: str, part: str = "") -> None:
-        """Deletes a job's folder or a part of it, with its archives; a kill leaves a remainder."""
+        """Deletes a job's folder or a part of it, with its archives; a kill leaves a remainder.
+
+        A whole folder stays while somebody samples with an adapter of it.
+        """
         for archive in (self.root / ARCHIVES).glob(f"{job_id}-*.zip"):
             archive.unlink(missing_ok=True)
+        folder, aside = self.job(job_id), self.jobs / f".{job_id}.{secrets.token_hex(6)}"
         with suppress(FileNotFoundError):
-            remove_folder(self.job(job_id) / part, self.jobs / f".{job_id}.{secrets.token_hex(6)}")
+            if part:
+                remove_folder(folder / part, aside)
+            else:
+                remove_unheld(folder, aside)
 
     def remove_remainders(self) -> None:
         """Deletes what is left of folders of jobs whose deletion was cut off."""
@@ -176,6 +185,37 @@ def remove_folder(folder: Path, aside: Path | None = None) -> None:
     aside = aside or folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
     os.rename(folder, aside)
     _delete(aside)
+
+
+_HELD = "adapter_config.json"
+"""In an adapter's folder: the file on which whoever samples with it has a lock."""
+
+
+@contextmanager
+def held(folder: Path | None) -> Iterator[None]:
+    """Keeps an adapter's folder from `remove_unheld` in any process; None = there is none to keep.
+
+    One that was deleted before is not there inside, either.
+    """
+    with ExitStack() as stack:
+        with suppress(FileNotFoundError):
+            if folder is not None:
+                file = stack.enter_context((folder / _HELD).open("rb"))
+                fcntl.flock(file, fcntl.LOCK_SH)
+        yield
+
+
+def remove_unheld(folder: Path, aside: Path | None = None) -> bool:
+    """Deletes a folder as `remove_folder`, unless an adapter in it is held; False if one is."""
+    with ExitStack() as stack:
+        for path in folder.rglob(_HELD):
+            file = stack.enter_context(path.open("rb+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        remove_folder(folder, aside)
+    return True
 
 
 def _delete(folder: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.stored_jobs import put_job
 from tlora_megatron.config.job_rows import Action
 from tlora_megatron.service import removal
-from tlora_megatron.service.home import ARCHIVES, Home, make_folder
+from tlora_megatron.service.home import ARCHIVES, Home, held, make_folder
 from tlora_megatron.service.logs import LOG_NAME
 from tlora_megatron.service.prepare.submission import ORDER
 from tlora_megatron.service.removal import act_on, tidy
@@ -177,6 +177,17 @@ def test_checkpoints_go_first_adapters_last_and_nothing_that_is_not_ours(
         assert has <= set(files_of(home, jobs["kept"]))
         assert ("checkpoints/step_1/state.json" in files_of(home, jobs["kept"])) == (days < 2)
     assert (outside / "short" / "job.json").exists(), "a link goes, not what it leads to"
+
+
+def test_a_job_goes_once_nobody_samples_from_it(home: Home, store: Store) -> None:
+    job = ended(home, store)
+    (home.job(job) / "adapter" / "adapter_config.json").touch()
+    with held(home.job(job) / "adapter"):
+        act_on(home, store, "remove", [job], "me")
+        tidy(home, store, keep_s=_DAY_S, now_s=0.0)
+        assert len(files_of(home, job)) == len(_FILES) + 1
+    tidy(home, store, keep_s=_DAY_S, now_s=0.0)
+    assert os.listdir(home.jobs) == []
 
 
 def test_long_logs_of_processes_begin_anew(

@@ -191,8 +191,7 @@ def _sweep(context: TenantContext, session: Session) -> list[Model]:
     over = {job.id for job in jobs if job.state.is_over}
     keep = 0 if session.ended else KEPT_FOR_SAMPLERS
     for model in models:
-        is_over = model.job in over
-        context.checkpoints.sweep(model, context.service.in_use, keep=keep, is_over=is_over)
+        context.checkpoints.sweep(model, keep=keep, is_over=model.job in over)
     sweep_samples(context.samples(session.id), time.time() - SAMPLES_S)
     return [model for model in models if session.ended is not None and model.last_request is None]
 
