@@ -155,7 +155,8 @@ News = Mapping[str, Any]
 those of them that somebody has answered before; `full`, jobs that cannot be saved now."""
 _AHEAD = 64
 """Requests of a job that are looked for beyond the last one that was carried out."""
-_CHANGE_NOTHING = ("forward", "save_state", "save_for_sampler")
+_CHANGE_NOTHING = ("forward", "save_state")
+"""Not `save_for_sampler`: what it has published may not have reached the disk."""
 
 
 class RequestExecutor:

@@ -37,6 +37,7 @@ from tlora_megatron.training.saving.writer import (
     WriterDied,
     publish,
     published_folder,
+    settle,
     versions_of,
 )
 
@@ -350,7 +351,7 @@ def name(tmp_path: Path) -> Path:
 
 def writer(text: str) -> Callable[[Path], int]:
     def write(folder: Path) -> int:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         return (folder / "weights").write_text(text)
 
     return write
@@ -362,6 +363,9 @@ def test_a_version_is_written_once_and_its_name_moves_to_the_next(name: Path) ->
     first = published_folder(name)
     assert first == AdapterVersion("j1", 3).folder(jobs)
     assert AdapterVersion.of(first) == AdapterVersion("j1", 3)
+    (first / "weights").write_text("")  # the machine fell before it was on the disk
+    assert publish(name, 3, writer("three"), always) == 5
+    settle(name, 3, always)
     assert publish(name, 3, writer("another"), always) == 0
     assert publish(name, 12, writer("twelve"), always) == 6
     assert ((name / "weights").read_text(), (first / "weights").read_text()) == ("twelve", "three")
