@@ -62,7 +62,7 @@ class Checkpoints:
 
     def __init__(self, home: Home, store: Store, tenant: str) -> None:
         self._home = home
-        self._sessions = store.sessions
+        self._jobs, self._sessions = store.jobs, store.sessions
         self._clock = store.database.clock
         self._tenant = tenant
 
@@ -145,7 +145,7 @@ class Checkpoints:
     def sweep(self, model: Model, *, keep: int, is_over: bool) -> None:
         """Deletes what has expired, and what was saved for samplers that are not there any more.
 
-        What something is drawn with now stays.
+        What something is drawn with now stays, and what an unfinished job begins with.
 
         Args:
             keep: weights for one sampler alone that stay.
@@ -166,10 +166,12 @@ class Checkpoints:
             # A later one may have been written just now: its name comes next.
             if version not in named and (is_over or (newest is not None and version < newest))
         ]
-        held = sorted((version for version in loose if version in used), key=used.__getitem__)
+        kept = sorted((version for version in loose if version in used), key=used.__getitem__)
+        unfinished = str(self._jobs.documents_with_folders()) if loose else ""
         for version in loose:
-            if version not in held[-KEPT_FOR_SAMPLERS:]:
-                remove_unheld(self.folder(version))
+            folder = self.folder(version)
+            if version not in kept[-KEPT_FOR_SAMPLERS:] and str(folder) not in unfinished:
+                remove_unheld(folder)
 
     def _versions(self, model: Model) -> list[AdapterVersion]:
         """All versions of a model's weights for samplers that are on the disk, oldest first."""

@@ -19,6 +19,8 @@ from tinker import types
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import BASE, Api, listening
 from tests.helpers.launch import wait_until
+from tests.helpers.played_models import set_state
+from tests.helpers.stored_jobs import put_job
 from tests.helpers.tinker.raw import Raw
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled, TokenLogprob
@@ -31,9 +33,10 @@ from tlora_megatron.service.api.tinker.protobuf import decode_sample
 from tlora_megatron.service.api.tinker.sampling import sweep_samples
 from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.home import held
-from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.sampler import Sampler, SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm_server import Server
+from tlora_megatron.service.store import JobState
 from tlora_megatron.training.driven_requests import SAMPLED_STEPS, UNKNOWN_LOGPROB
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -424,7 +427,7 @@ def test_versions_that_were_used_last_stay(loop: Loop) -> None:
     assert versions(loop.api) == []
 
 
-class Queued:
+class Queued(Sampler):
     """A sampler whose requests wait for their turn."""
 
     def __init__(self, inner: Any) -> None:
@@ -465,7 +468,15 @@ def test_a_job_may_begin_at_a_published_name(loop: Loop) -> None:
     (job,) = loop.api.store.jobs.page()
     known = References(loop.api.home, loop.api.store, {}, tenant="ann")
     found = known.folder(f"jobs/{job.id}/sampler/latest", "init_from")
-    assert found == str(folder_of(loop, 1))
+    first = folder_of(loop, 1)
+    assert found == str(first)
+    beginning = put_job(loop.api.store, "b", document={"document": {"init_from": found}})
+    loop.publish()
+    look(loop.api)
+    assert first.exists()
+    set_state(loop.api.store, beginning, JobState.CANCELLED)
+    look(loop.api)
+    assert not first.exists()
 
 
 def test_a_version_that_has_no_name_yet_stays(loop: Loop) -> None:
