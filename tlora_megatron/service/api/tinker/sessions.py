@@ -201,8 +201,8 @@ TESTED = ((0, 25), (0, 38))
 _OF_PROXIES = frozenset({"x-forwarded-for", "x-forwarded-proto", "forwarded", "x-real-ip", "via"})
 DEVIATIONS = (
     "This is tLoRA, not Tinker: the unembedding has no adapter (train_unembed has no effect); "
-    "alpha is 32 (user_metadata={'tlora.lora.alpha': '16'} changes it); kind='inflight' saves "
-    "snapshots. docs/tinker.md lists what else differs."
+    "alpha is 32 (user_metadata={'tlora.lora.alpha': '16'} changes it). docs/tinker.md lists what "
+    "else differs."
 )
 
 
