@@ -164,9 +164,8 @@ def _moved(context: TenantContext, sampler: Sampler) -> Sampler:
     newest = context.checkpoints.newest_inflight(model)
     if newest is None or newest <= AdapterVersion.parse(sampler.version):
         return sampler
-    moved = replace(sampler, version=str(newest))
-    context.sessions.put_sampler(moved)
-    return moved
+    context.sessions.move_sampler(sampler.id, str(newest))
+    return replace(sampler, version=str(newest))
 
 
 def _source(context: TenantContext) -> sampling.Sampler:
