@@ -11,10 +11,12 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tlora_megatron.config.reader import must
 from tlora_megatron.files import read_json, write_json
@@ -191,18 +193,43 @@ _HELD = "adapter_config.json"
 """In an adapter's folder: the file on which whoever samples with it has a lock."""
 
 
+_locks: dict[Path, list[BinaryIO]] = {}
+"""Of each folder that is held here the locked file, once for each who holds it."""
+_guard = threading.Lock()
+
+
 @contextmanager
 def held(folder: Path | None) -> Iterator[None]:
     """Keeps an adapter's folder from `remove_unheld` in any process; None = there is none to keep.
 
     One that was deleted before is not there inside, either.
     """
-    with ExitStack() as stack:
-        with suppress(FileNotFoundError):
-            if folder is not None:
-                file = stack.enter_context((folder / _HELD).open("rb"))
-                fcntl.flock(file, fcntl.LOCK_SH)
+    if folder is None or (file := _locked(folder)) is None:
         yield
+        return
+    try:
+        yield
+    finally:
+        with _guard:
+            _locks[folder].remove(file)
+            if not _locks[folder]:
+                del _locks[folder]
+                file.close()
+
+
+def _locked(folder: Path) -> BinaryIO | None:
+    """A file with a lock that keeps a folder; None if the folder is gone, or no adapter's."""
+    with _guard:
+        if folder not in _locks:
+            try:
+                file = (folder / _HELD).open("rb")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH)
+            _locks[folder] = [file]
+        else:
+            _locks[folder].append(_locks[folder][0])
+        return _locks[folder][0]
 
 
 def remove_unheld(folder: Path, aside: Path | None = None) -> bool:
