@@ -69,7 +69,16 @@ def _row(model: Any, arrays: dict[str, np.ndarray], loss: str) -> list[float]:
     given = {name: torch.from_numpy(array) for name, array in arrays.items()}
     total = _documented(loss, own, given)
     total.backward()
-    return [float(total.detach()), *own.tolist()]
+    gap = [] if loss == "cross_entropy" else _gap(own.detach(), given)
+    return [float(total.detach()), *gap, *own.tolist()]
+
+
+def _gap(own: torch.Tensor, given: dict[str, torch.Tensor]) -> list[float]:
+    """Mean and largest distance from the sampler, of the targets themselves."""
+    runs = RUNS if len(given["lengths"]) > 3 else 1
+    away = _split((own - given["logprobs"]).abs(), given)
+    own_away = torch.cat([part[: len(part) // runs] for part in away])
+    return [float(own_away.mean()), float(own_away.max())]
 
 
 def _begins(lengths: np.ndarray) -> list[int]:

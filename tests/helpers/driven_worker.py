@@ -165,7 +165,7 @@ def wrong(client: Client, number: int) -> tuple[int, str]:
 def values(client: Client, number: int) -> list[float]:
     answer = client.good(number)
     assert answer.logprobs is not None
-    return [answer.metrics["loss:sum"], *answer.logprobs.tolist()]
+    return [*answer.metrics.values(), *answer.logprobs.tolist()]
 
 
 def oracle(root: Path, steps: str) -> dict[str, Any]:
@@ -301,6 +301,7 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
         for client, save in zip(clients, saves, strict=True):
             client.good(save)
         if -number in moments:
+            lose_newest(root)
             os.kill(pids(driver)[1], signal.SIGKILL)
     for client in clients:
         client.good(client.ask("leave"))
@@ -311,6 +312,14 @@ def killed(root: Path, kills: str) -> dict[str, Any]:
         "rows": rows, "deaths": len(driver.deaths), "digests": driver.adapter_digests(),
         "versions": published(root), "kept": kept,
     }  # fmt: skip
+
+
+def lose_newest(root: Path) -> None:
+    """Leaves of newest versions what a fall of the machine leaves that comes before `settle`."""
+    for folder in root.glob("jobs/*/sampler"):
+        newest = max(folder.glob(".versions/*"))
+        (newest / "adapter_model.safetensors").write_bytes(b"")
+        (folder / ".durable").write_text(str(int(newest.name) - 1))
 
 
 def published(root: Path) -> dict[str, str]:

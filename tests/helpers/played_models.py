@@ -93,7 +93,7 @@ class PlayedModels:
             publish(name, number, write, lambda: None)
         else:
             write(name)
-        return Answer(values={"path": place})
+        return Answer(values={"path": place, "step": number})
 
 
 @contextmanager

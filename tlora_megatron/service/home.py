@@ -5,14 +5,18 @@ Everything below it belongs to the service's user alone: folders are 0700, files
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from tlora_megatron.config.reader import must
 from tlora_megatron.files import read_json, write_json
@@ -123,11 +127,18 @@ class Home:
         return self.jobs / _checked(job_id, _JOB_ID, "id of a job")
 
     def remove_job(self, job_id: str, part: str = "") -> None:
-        """Deletes a job's folder or a part of it, with its archives; a kill leaves a remainder."""
+        """Deletes a job's folder or a part of it, with its archives; a kill leaves a remainder.
+
+        A whole folder stays while somebody samples with an adapter of it.
+        """
         for archive in (self.root / ARCHIVES).glob(f"{job_id}-*.zip"):
             archive.unlink(missing_ok=True)
+        folder, aside = self.job(job_id), self.jobs / f".{job_id}.{secrets.token_hex(6)}"
         with suppress(FileNotFoundError):
-            remove_folder(self.job(job_id) / part, self.jobs / f".{job_id}.{secrets.token_hex(6)}")
+            if part:
+                remove_folder(folder / part, aside)
+            else:
+                remove_unheld(folder, aside)
 
     def remove_remainders(self) -> None:
         """Deletes what is left of folders of jobs whose deletion was cut off."""
@@ -176,6 +187,62 @@ def remove_folder(folder: Path, aside: Path | None = None) -> None:
     aside = aside or folder.with_name(f".{folder.name}.{secrets.token_hex(6)}")
     os.rename(folder, aside)
     _delete(aside)
+
+
+_HELD = "adapter_config.json"
+"""In an adapter's folder: the file on which whoever samples with it has a lock."""
+
+
+_locks: dict[Path, list[BinaryIO]] = {}
+"""Of each folder that is held here the locked file, once for each who holds it."""
+_guard = threading.Lock()
+
+
+@contextmanager
+def held(folder: Path | None) -> Iterator[None]:
+    """Keeps an adapter's folder from `remove_unheld` in any process; None = there is none to keep.
+
+    One that was deleted before is not there inside, either.
+    """
+    if folder is None or (file := _locked(folder)) is None:
+        yield
+        return
+    try:
+        yield
+    finally:
+        with _guard:
+            _locks[folder].remove(file)
+            if not _locks[folder]:
+                del _locks[folder]
+                file.close()
+
+
+def _locked(folder: Path) -> BinaryIO | None:
+    """A file with a lock that keeps a folder; None if the folder is gone, or no adapter's."""
+    with _guard:
+        if folder not in _locks:
+            try:
+                file = (folder / _HELD).open("rb")
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH)
+            _locks[folder] = [file]
+        else:
+            _locks[folder].append(_locks[folder][0])
+        return _locks[folder][0]
+
+
+def remove_unheld(folder: Path, aside: Path | None = None) -> bool:
+    """Deletes a folder as `remove_folder`, unless an adapter in it is held; False if one is."""
+    with ExitStack() as stack:
+        for path in folder.rglob(_HELD):
+            file = stack.enter_context(path.open("rb+"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        remove_folder(folder, aside)
+    return True
 
 
 def _delete(folder: Path) -> None:

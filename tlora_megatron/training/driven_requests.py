@@ -67,6 +67,9 @@ its paper's."""
 UNKNOWN_LOGPROB = -1e4
 """Under `stable_reinforce`, of a token whose log-probability in sampling is not known."""
 
+SAMPLED_STEPS = "sampled_steps"
+"""Parameter of a pass: `step` of the job at the versions that its samples are known to be from."""
+
 
 class AdamParams(NamedTuple):
     """The parameters of one optimizer step."""
@@ -174,7 +177,10 @@ def _known(request: Request, known: tuple[str, ...]) -> None:
 
 
 def _check_loss(request: Request) -> None:
-    _known(request, ("loss_fn", "loss_fn_config", "runs"))
+    _known(request, ("loss_fn", "loss_fn_config", "runs", SAMPLED_STEPS))
+    steps = request.params.get(SAMPLED_STEPS, [])
+    if not isinstance(steps, list) or not all(isinstance(step, int) for step in steps):
+        raise _must(SAMPLED_STEPS, "be whole numbers", steps)
     loss = LOSSES.get(request.loss_fn)
     if loss is None:
         raise _must("loss_fn", f"be among {', '.join(LOSSES)}", request.loss_fn)

@@ -194,12 +194,18 @@ class JobFiles:
         return self._waiting(f"job {name}: its last checkpoint", target, job)
 
     def adapter(
-        self, job: JobState, on_error: Callable[[Exception], None], directory: Path | None = None
+        self,
+        job: JobState,
+        on_error: Callable[[Exception], None],
+        directory: Path | None = None,
+        *,
+        durable: bool = True,
     ) -> Target:
         """Returns the target that makes an adapter for PEFT of the job's snapshot.
 
         Args:
             directory: None = `adapter` in the job's folder.
+            durable: False = somebody else sees to it that it reaches the disk.
         """
         folder = self.folder(job) / "adapter" if directory is None else directory
         permit = partial(self.permit, job.name)
@@ -213,6 +219,7 @@ class JobFiles:
                 base_model=self._base_model,
                 quantisation=self._quantisation,
                 permit=permit,
+                durable=durable,
             )
 
         target = Target(BUFFERS[:1], write, on_error)

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.stored_jobs import put_job
 from tlora_megatron.config.job_rows import Action
 from tlora_megatron.service import removal
-from tlora_megatron.service.home import ARCHIVES, Home, make_folder
+from tlora_megatron.service.home import ARCHIVES, Home, held, make_folder
 from tlora_megatron.service.logs import LOG_NAME
 from tlora_megatron.service.prepare.submission import ORDER
 from tlora_megatron.service.removal import act_on, tidy
@@ -49,7 +49,12 @@ def test_a_job_goes_with_its_folder_or_loses_its_checkpoints(home: Home, store: 
     runs = put_job(store, "runs")
     archive = make_folder(home.root / ARCHIVES) / f"{gone}-adapter-1.zip"
     archive.touch()
-    acted = act_on(home, store, "remove", [gone, runs, "j9abcd", gone], "me")
+    (home.job(gone) / "adapter" / "adapter_config.json").touch()
+    with held(home.job(gone) / "adapter"):  # somebody samples from it
+        acted = act_on(home, store, "remove", [gone, runs, "j9abcd", gone], "me")
+        tidy(home, store, keep_s=_DAY_S, now_s=0.0)
+        assert len(files_of(home, gone)) == len(_FILES) + 1
+    tidy(home, store, keep_s=_DAY_S, now_s=0.0)
     assert [job.id for job in acted.jobs] == [gone]
     assert "must have ended to be removed, got one that is validating" in acted.refused[runs]
     assert "must be one of the store's, got 'j9abcd'" in acted.refused["j9abcd"]

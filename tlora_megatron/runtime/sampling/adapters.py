@@ -14,12 +14,16 @@ from torch import Tensor
 
 from tlora_megatron.config.job import LoraSpec
 from tlora_megatron.layers.adapter_bank import Adapter, AdapterBank
-from tlora_megatron.layers.slab import AdapterSlab, StatePlacement
+from tlora_megatron.layers.slab import AdapterSlab, Copier, StatePlacement
 from tlora_megatron.layers.slab_layout import SlabLayout
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.runtime.sampling.values import AdapterKey
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.formats.peft import AdapterFile, export_adapter, load_adapter
+
+_COPIER = Copier(lambda room, fill: fill(room), 4, 1 << 20)
+"""Fills weights in where they stay: a thread for each small factor takes longer than all of them.
+"""
 
 
 class AdapterShelf:
@@ -45,13 +49,21 @@ class AdapterShelf:
         if key in self._held:
             self._held[key] = self._held.pop(key)
             return True
+        is_full = len(self._held) >= self._most
         leaving = next((held for held in self._held if held not in in_use), None)
-        if len(self._held) >= self._most and leaving is None:
+        if is_full and leaving is None:
             return False
-        adapter = self._read(key)
-        if len(self._held) >= self._most and leaving is not None:
-            del self._held[leaving]
-        self._held[key] = adapter
+        found = self._read(key)
+        old = self._held.pop(leaving) if is_full and leaving is not None else None
+        if old is not None and old.lora == found.lora:
+            # The next version of a job takes the place of one before it: no other one is touched.
+            old.slab.load(found.factors.__getitem__, copier=_COPIER)
+            self._held[key] = old
+            self._bank.refresh(self._bank.adapters.index(old))
+            return True
+        slab = WeightsSlab(self._bank.slab_layout(found.lora), self._bank.device)
+        slab.load(found.factors.__getitem__, copier=_COPIER)
+        self._held[key] = Adapter(name=key.folder, lora=found.lora, slab=slab)
         # Those that stay keep their order, so that the bank need not copy the first ones again.
         held = list(self._held.values())
         stay = [one for one in self._bank.adapters if one in held]
@@ -64,16 +76,14 @@ class AdapterShelf:
             return self.num_slots
         return self._bank.adapters.index(self._held[key])
 
-    def _read(self, key: AdapterKey) -> Adapter:
+    def _read(self, key: AdapterKey) -> AdapterFile:
         read = read_checkpoint if key.is_checkpoint else load_adapter
         try:
             found = read(Path(key.folder), model=self._spec)
         except (OSError, SafetensorError) as error:  # its owner may delete it at any time
             raise ValueError(f"adapter must still be there, got {key.folder}") from error
         self._bank.shape.check_holds(key.folder, found.lora)
-        slab = WeightsSlab(self._bank.slab_layout(found.lora), self._bank.device)
-        slab.load(found.factors.__getitem__)
-        return Adapter(name=key.folder, lora=found.lora, slab=slab)
+        return found
 
 
 def read_checkpoint(folder: Path, *, model: Backbone) -> AdapterFile:

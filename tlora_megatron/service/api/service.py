@@ -18,7 +18,7 @@ from tlora_megatron.config.sections import plain
 from tlora_megatron.service.api.gate import Gate
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.prepare.submission import base_key
-from tlora_megatron.service.sampling.sampler import InUse, Sampler
+from tlora_megatron.service.sampling.sampler import Sampler
 from tlora_megatron.service.settings import KEEP_SESSIONS_S, read_bases
 from tlora_megatron.service.store import OverLimit, Store, StoreBusy, StoreFull, StoreUnreachable
 
@@ -200,7 +200,6 @@ class Service:
     """Called in turn when the app starts."""
     closers: list[Closer] = field(default_factory=list)
     """Called in turn, the last one first, when the app ends."""
-    in_use: InUse = field(default_factory=InUse)
     quota: Quota = field(init=False)
     _served: tuple[float, bool] = (float("-inf"), False)
 

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, gather
-from tlora_megatron.service.home import remove_folder
 
 
 class SamplingRefused(ValueError):
@@ -23,35 +18,6 @@ class SamplerUnavailable(RuntimeError):
 
 class SamplerBusy(RuntimeError):
     """More requests wait for the sampler than may; the same one can be made again soon."""
-
-
-class InUse:
-    """Folders of adapters that are sampled with now: they stay until that is over."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._held: Counter[Path] = Counter()
-
-    @contextmanager
-    def held(self, folder: Path | None) -> Iterator[None]:
-        """Keeps a folder; None = the base alone."""
-        if folder is None:
-            yield
-            return
-        with self._lock:
-            self._held[folder] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._held[folder] -= 1
-                self._held += Counter()  # without those that nobody keeps
-
-    def remove(self, folder: Path) -> None:
-        """Deletes a folder, unless somebody keeps it."""
-        with self._lock:
-            if folder not in self._held:
-                remove_folder(folder)
 
 
 class Sampler:

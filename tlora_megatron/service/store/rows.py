@@ -307,8 +307,9 @@ class Sampler:
     model_path: str | None = None
     """A `tinker://` path; None: the base alone."""
     version: str | None = None
-    """The `AdapterVersion` to which that path led when the client was made: it stays at this one.
-    None: the base alone, or weights from before there were versions."""
+    """The `AdapterVersion` to which that path led when the client was made: it stays at this one,
+    unless it moves with the newest of its kind. None: the base alone, or weights from before there
+    were versions."""
     clients: int = 0
     """Copies of the client that have joined, beside the first."""
     heard_at: float

@@ -323,6 +323,11 @@ class Sessions(Part):
             made = connection.execute(change.returning(_SAMPLER.clients))
             return int(made.scalar_one())
 
+    def move_sampler(self, sampler: str, version: str) -> None:
+        """Lets a sampler draw from another version of its weights."""
+        change = update(tables.sampler).where(_SAMPLER.id == sampler)
+        self._database.execute(change.values(version=version))
+
     def pinned(self, tenant: str) -> list[Sampler]:
         """The samplers of a tenant's open sessions that stay at a version of weights."""
         query = tables.query_of(Sampler).join(tables.session, _SESSION.id == _SAMPLER.session)

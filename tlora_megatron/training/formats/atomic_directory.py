@@ -37,7 +37,7 @@ def always() -> None:
 
 @contextmanager
 def replace_directory(
-    directory: Path, names: Sequence[str] = (), permit: Permit = always
+    directory: Path, names: Sequence[str] = (), permit: Permit = always, *, durable: bool = True
 ) -> Iterator[Path]:
     """Yields an empty sibling directory to fill, which takes the place of `directory` at the end.
 
@@ -56,6 +56,7 @@ def replace_directory(
             their places one by one: the last one is away meanwhile, unless it stays the same.
             Without names everything in `directory` is ours.
         permit: asked before anything is changed, and again when the new files are on the disk.
+        durable: False = without any flush: whoever wrote it does that later.
     """
     directory = _not_followed(directory)
     incoming, previous = _incoming(directory), _previous(directory)
@@ -70,7 +71,7 @@ def replace_directory(
     incoming.mkdir()
     try:
         yield incoming
-        for path in [*sorted(incoming.rglob("*")), incoming]:
+        for path in [*sorted(incoming.rglob("*")), incoming] if durable else ():
             flush(path)
         permit()
     except BaseException:
@@ -80,13 +81,16 @@ def replace_directory(
         _put_into(incoming, directory, names)
     else:
         _swap(incoming, directory)
-    flush(directory.parent)
+    if durable:
+        flush(directory.parent)
     _remove(incoming, names, directory)
     _remove(previous, names, directory)
 
 
 def replace_link(link: Path, target: str, permit: Permit = always) -> None:
     """Lets a symbolic link lead to `target` in one step; a folder of ours in its place goes.
+
+    It is not flushed to the disk.
 
     Args:
         permit: asked before anything is changed.
@@ -101,7 +105,6 @@ def replace_link(link: Path, target: str, permit: Permit = always) -> None:
         _swap(incoming, link)
     else:
         os.replace(incoming, link)
-    flush(link.parent)
     _remove(incoming, (), link)
     _remove(previous, (), link)
 

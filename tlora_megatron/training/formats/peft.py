@@ -136,6 +136,7 @@ def write_adapter(
     dtype: torch.dtype = torch.float32,
     stacks_experts: bool = False,
     permit: Permit = always,
+    durable: bool = True,
 ) -> int:
     """Writes an adapter that PEFT and vLLM load; fused targets become q/k/v, gate/up and so on.
 
@@ -147,6 +148,7 @@ def write_adapter(
     Args:
         directory: missing, empty, or holding an earlier adapter.
         stacks_experts: routed experts of a layer become one tensor, which PEFT does not load.
+        durable: see `replace_directory`.
 
     Raises:
         ValueError: if factors are missing, not finite or of the wrong shape, if two targets hold
@@ -169,7 +171,7 @@ def write_adapter(
     if quantisation is None:
         remove_readme(directory)
     names = (README, *_OURS) if tells else _OURS
-    with replace_directory(directory, names, permit) as incoming:
+    with replace_directory(directory, names, permit, durable=durable) as incoming:
         if quantisation is not None and tells:
             (incoming / README).write_text(readme(base_model, quantisation), encoding="utf-8")
         (incoming / CONFIG_NAME).write_text(text)

@@ -29,6 +29,7 @@ from tlora_megatron.config.sections import read_job
 from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan, gathered, judge
 from tlora_megatron.training.driven_requests import (
+    SAMPLED_STEPS,
     Answer,
     Clients,
     Request,
@@ -94,6 +95,27 @@ def _note(loop: Loop, asked: Next, outcome: StepOutcome) -> Answer:
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})
 
 
+def _about_samples(job: DrivenState, request: Request, logprobs: np.ndarray) -> dict[str, float]:
+    """How far the sampler's log-probabilities are from the trainer's, and its weights behind.
+
+    A target of which neither log-probability nor advantage was given was not sampled, and those
+    that were recorded beside the first one of its place do not count.
+    """
+    arrays, found = request.arrays, {}
+    if "logprobs" in arrays:
+        places = [place for runs in request.runs for place in range(runs)]
+        is_sampled_T = (arrays["logprobs"] != 0) | (arrays["advantages"] != 0)
+        is_sampled_T &= np.repeat(places, arrays["lengths"]) == 0
+        found["sampler_gap"] = np.abs(logprobs.astype(float) - arrays["logprobs"])[is_sampled_T]
+    found["staleness"] = job.step - np.array(request.params.get(SAMPLED_STEPS, ()))
+    return {
+        f"{name}:{kind}": float(reduce(values))
+        for name, values in found.items()
+        for kind, reduce in (("mean", np.mean), ("max", np.max))
+        if len(values)
+    }
+
+
 _RANK = 8
 """Of an adapter that is still 0: it changes no bit of the base."""
 
@@ -133,7 +155,8 @@ News = Mapping[str, Any]
 those of them that somebody has answered before; `full`, jobs that cannot be saved now."""
 _AHEAD = 64
 """Requests of a job that are looked for beyond the last one that was carried out."""
-_CHANGE_NOTHING = ("forward", "save_state", "save_for_sampler")
+_CHANGE_NOTHING = ("forward", "save_state")
+"""Not `save_for_sampler`: what it has published may not have reached the disk."""
 
 
 class RequestExecutor:
@@ -256,7 +279,8 @@ class RequestExecutor:
             if verdict.error is not None:
                 self._refuse(job, running.number, verdict.error)
                 continue
-            metrics, params = {"loss:sum": verdict.loss}, running.request.params
+            params = running.request.params
+            metrics = {"loss:sum": verdict.loss, **_about_samples(job, running.request, logprobs)}
             told = {key: params[key] for key in ("runs", "loss_fn") if "runs" in params}
             answer = Answer(metrics=metrics, values=told, logprobs=logprobs)
             self._answer(job, running.number, answer)

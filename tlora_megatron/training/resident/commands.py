@@ -193,6 +193,7 @@ class JobCommands:
         end_s = time.monotonic() + (_BUSY_S if is_short else _IDLE_S)
         look_s = _LOOK_S * max(1.0, len(self.requests.jobs) / _LOOKED_AT)
         while not self.requests.has_news and not source.wait(look_s):
+            self.loop.saver.report()  # a client waits for what has been written
             if time.monotonic() > end_s:
                 return
 

@@ -21,7 +21,7 @@ from tlora_megatron.training.formats.checkpoint import find_checkpoint
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.saving.saver import Target
 from tlora_megatron.training.saving.snapshot import Snapshot
-from tlora_megatron.training.saving.writer import FOLDER, publish
+from tlora_megatron.training.saving.writer import FOLDER, publish, settle
 
 _THREADS = 2
 """That read: the thread that trains has to get its turn in Python."""
@@ -99,17 +99,21 @@ class StateFiles:
         return self._save(job, number, target, folder)
 
     def save_for_sampler(self, job: DrivenState, number: int, request: Request) -> bool:
-        """Publishes the adapter, for PEFT, by a name; False if it must wait for the disk."""
+        """Publishes the adapter, for PEFT, by a name; False if it must wait for the disk.
+
+        It is answered once it can be read; that it is on the disk comes after.
+        """
         name, files = self._folder(job, FOLDER, request), self._loop.files
         failed, permit = self._failed(job, number), partial(files.permit, job.name)
 
         def write(snapshot: Snapshot) -> int:
             def write_folder(folder: Path) -> int:
-                return files.adapter(job, failed, folder).write(snapshot)
+                return files.adapter(job, failed, folder, durable=False).write(snapshot)
 
             return publish(name, number, write_folder, permit)
 
-        target = files.adapter(job, failed, name)._replace(write=write)
+        target = files.adapter(job, failed, name)
+        target = target._replace(write=write, clean_up=partial(settle, name, number, permit))
         return self._save(job, number, target, name)
 
     def load_state(self, job: DrivenState, number: int, request: Request) -> bool:
@@ -164,7 +168,8 @@ class StateFiles:
             return False
         self.full.add(job.name)
         path = f"jobs/{job.name}/{folder.parent.name}/{folder.name}"
-        done = partial(self._answer, job, number, Answer(values={"path": path}))
+        answer = Answer(values={"path": path, "step": job.step})
+        done = partial(self._answer, job, number, answer)
         self._loop.saver.save(job, [target._replace(on_done=done)])
         job.finish(number)
         return True

@@ -41,7 +41,8 @@ class Target(NamedTuple):
     on_done: Callable[[], None] = always
     """Called there once it is on the disk."""
     clean_up: Callable[[], None] = always
-    """Removes what it replaces, on the writer's thread behind all that; must not raise."""
+    """Settles it or removes what it replaces, on the writer's thread, ahead of the job's next save;
+    must not raise."""
 
 
 _NEWS = range(0)
@@ -249,11 +250,11 @@ class Saver:
             self.times.writes += len(targets) - num_failed
             self.times.written_bytes += num_bytes
             self.times.writer_s += time.perf_counter() - begin_s
+            for target in targets:  # ahead of the job's next save
+                self._writer.submit(target.clean_up, name)
             self._arena.give_back(taken)
             self._open[name] -= 1
             self._writer.changed.notify_all()
-        for target in targets:  # behind what was to be done once it is written
-            self._writer.submit(target.clean_up, name)
 
     def _run(self, write: Callable[[], None], on_done: Callable[[], None]) -> None:
         """Writes a further file, on the writer's thread."""

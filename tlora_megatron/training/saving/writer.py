@@ -2,8 +2,11 @@
 
     jobs/ID/sampler/.versions/00000123    what request 123 of the job's client has published
     jobs/ID/sampler/NAME                  a link to the version that was published last by this name
+    jobs/ID/sampler/.durable              the number up to which they are on the disk
 
-A sampler may read a folder again at any time, so what lies under a path must stay what it is.
+A sampler may read a folder again at any time, so what lies under a path must stay what it is. A
+version can be sampled from before it is on the disk. If the machine falls between the two, its
+request is carried out again: no checkpoint of the job that counts it was written before.
 """
 
 from __future__ import annotations
@@ -15,10 +18,14 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from tlora_megatron.files import flush, read_json, write_json
 from tlora_megatron.training.formats.atomic_directory import Permit, replace_link
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "sampler"
 """In a job's folder: names, and the versions that they lead to."""
@@ -55,21 +62,46 @@ class AdapterVersion(NamedTuple):
         return cls(job.name, int(folder.name))
 
 
+_DURABLE = ".durable"
+
+
 def publish(name: Path, number: int, write: Callable[[Path], int], permit: Permit) -> int:
-    """Writes a version unless it is there, and lets its name lead to it.
+    """Writes a version unless it is on the disk, and lets its name lead to it; `settle` is next.
 
     A version that is there stays: it has the same bits, and somebody may be reading it. A name that
     leads to a later version stays, too: the request is then carried out a second time.
 
     Args:
-        write: writes the folder that it is given, as a whole; returns the number of bytes.
+        write: writes the folder that it is given, as a whole, unless it holds the same bits;
+            returns the number of bytes.
     """
+    durable = read_json(name.parent / _DURABLE) or 0
+    if number <= durable:
+        return 0
     folder = name.parent / _VERSIONS / f"{number:08d}"
-    size_bytes = 0 if folder.is_dir() else write(folder)
+    size_bytes = write(folder)
     before = AdapterVersion.of(published_folder(name))
     if before is None or before.number < number:
         replace_link(name, f"{_VERSIONS}/{folder.name}", permit)
     return size_bytes
+
+
+def settle(name: Path, number: int, permit: Permit) -> None:
+    """Waits until a version and its name are on the disk, and notes that.
+
+    Must come before any checkpoint that counts its request. Logs what the disk refuses: the version
+    is there all the same, unless the machine falls.
+    """
+    folder, noted = name.parent / _VERSIONS / f"{number:08d}", name.parent / _DURABLE
+    try:
+        for path in (*folder.glob("*"), folder, folder.parent, name.parent, name.parent.parent):
+            with suppress(FileNotFoundError):  # it was deleted, or never written
+                flush(path)
+        if folder.is_dir() and number > (read_json(noted) or 0):
+            permit()
+            write_json(noted, number)
+    except (OSError, ValueError) as error:
+        logger.warning("version %d of %s may not be on the disk: %s", number, name, error)
 
 
 def published_folder(name: Path) -> Path:
@@ -90,8 +122,6 @@ def versions_of(job_folder: Path) -> list[AdapterVersion]:
     found = (AdapterVersion.of(folder / name) for name in names)
     return sorted(version for version in found if version is not None)
 
-
-logger = logging.getLogger(__name__)
 
 _THREADS = 2
 T = TypeVar("T")

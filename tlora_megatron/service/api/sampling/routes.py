@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from tlora_megatron.runtime.sampling.values import Piece, Prompt
+from tlora_megatron.runtime.sampling.values import Piece, Prompt, gather
 from tlora_megatron.service.api.gate import ApiError, Caller, Submitter, native_format
 from tlora_megatron.service.api.openai.models import Model, find_model
 from tlora_megatron.service.api.sampling.bodies import (
@@ -24,6 +24,7 @@ from tlora_megatron.service.api.sampling.bodies import (
 from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.api.sampling.replies import ChatForm, CompletionForm, Form, TokenNames
 from tlora_megatron.service.api.service import Service
+from tlora_megatron.service.home import held
 from tlora_megatron.service.sampling.sampler import (
     Sampler,
     SamplerBusy,
@@ -116,7 +117,7 @@ class _Asked:
     async def _reply(self, body: SamplingBody, prompts: Sequence[Prompt], form: Form) -> Any:
         if not body.stream:
             return await self._whole(body, prompts, form)
-        pieces = self._sampler.stream(self._model.base, prompts)
+        pieces = self._stream(prompts)
         first = await anext(pieces, None)  # what is refused has a status of its own
 
         async def all_pieces() -> AsyncIterator[Piece]:
@@ -128,10 +129,16 @@ class _Asked:
         lines = self._lines(body, prompts, form, all_pieces())
         return StreamingResponse(lines, media_type="text/event-stream")
 
+    async def _stream(self, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        """Yields pieces while the adapter's folder is kept."""
+        with held(self._model.adapter):
+            async for piece in self._sampler.stream(self._model.base, prompts):
+                yield piece
+
     async def _whole(
         self, body: SamplingBody, prompts: Sequence[Prompt], form: Form
     ) -> dict[str, Any]:
-        answers = await self._sampler.generate(self._model.base, prompts)
+        answers = gather(prompts, [piece async for piece in self._stream(prompts)])
         choices: list[dict[str, Any]] = []
         for number, answer in enumerate(answers):
             for sequence in answer.sequences or (None,):

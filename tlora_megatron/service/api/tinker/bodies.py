@@ -100,6 +100,7 @@ class SaveWeights(_Body):
     overwrite: bool = False
     user_metadata: Annotated[Mapping[_Text, _Text], Field(max_length=64)] | None = None
     sampling_session_seq_id: _Count | None = None
+    kind: _Text = "snapshot"
     age_encryption_recipients: list[str] | None = None
 
 

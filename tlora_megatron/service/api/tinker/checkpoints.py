@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tlora_megatron.service.api.tinker.names import Kind, ModelId, Refused, TinkerPath, UnknownId
-from tlora_megatron.service.home import Home, remove_folder
-from tlora_megatron.service.sampling.sampler import InUse
+from tlora_megatron.service.home import Home, remove_unheld
 from tlora_megatron.service.store import CheckpointNote, Model, Store
 from tlora_megatron.training.saving.writer import (
     FOLDER,
@@ -28,6 +27,8 @@ EXTERNAL = "external-"
 """Begins the names of folders with weights that were saved to be taken away."""
 EPHEMERAL = "session-"
 """Begins the names of weights that were saved for one sampler alone; lists leave them out."""
+INFLIGHT = "-inflight"
+"""Ends the names of those whose sampler moves to the next ones of its kind."""
 TTL_S = (3600, 10 * 366 * 86_400)
 """The least and the most that a client may let a checkpoint live."""
 KEPT_FOR_SAMPLERS = 8
@@ -61,7 +62,7 @@ class Checkpoints:
 
     def __init__(self, home: Home, store: Store, tenant: str) -> None:
         self._home = home
-        self._sessions = store.sessions
+        self._jobs, self._sessions = store.jobs, store.sessions
         self._clock = store.database.clock
         self._tenant = tenant
 
@@ -96,6 +97,13 @@ class Checkpoints:
             raise UnknownId(f"a checkpoint must be one of the tenant's that is there, got {text!r}")
         return found[0]
 
+    def newest_inflight(self, model: Model) -> AdapterVersion | None:
+        """The version to which all inflight samplers of a model have moved; None: it has none."""
+        folder = self._home.job(model.job) / FOLDER
+        names = [folder / name for name in _names(folder) if name.endswith(INFLIGHT)]
+        versions = (AdapterVersion.of(published_folder(name)) for name in names)
+        return max((version for version in versions if version is not None), default=None)
+
     def place(self, saved: Saved) -> str:
         """Where a checkpoint is, as requests to jobs say it."""
         return saved.folder.relative_to(self._home.root).as_posix()
@@ -120,21 +128,26 @@ class Checkpoints:
         self._sessions.note(replace(saved.note, expires_at=expires_at))
 
     def remove(self, saved: Saved) -> None:
-        """Deletes what was found, as a whole at once. Versions are deleted by `sweep`."""
+        """Deletes what was found, as a whole at once. Versions are deleted by `sweep`.
+
+        One that is a folder and is sampled from just now has expired, and goes with a later sweep.
+        """
         if saved.place.is_symlink():
             saved.place.unlink(missing_ok=True)
-        else:
-            remove_folder(saved.place)
+        elif not remove_unheld(saved.place):
+            self._sessions.note(replace(saved.note, expires_at=self._clock()))
+            return
         self._sessions.forget_note(saved.note.model, saved.note.kind, saved.note.name)
 
     def folder(self, version: AdapterVersion) -> Path:
         return version.folder(self._home.jobs)
 
-    def sweep(self, model: Model, in_use: InUse, *, keep: int, is_over: bool) -> None:
+    def sweep(self, model: Model, *, keep: int, is_over: bool) -> None:
         """Deletes what has expired, and what was saved for samplers that are not there any more.
 
+        What something is drawn with now stays, and what an unfinished job begins with.
+
         Args:
-            in_use: keeps versions with which something is drawn now.
             keep: weights for one sampler alone that stay.
             is_over: the model's job publishes nothing more.
         """
@@ -153,10 +166,12 @@ class Checkpoints:
             # A later one may have been written just now: its name comes next.
             if version not in named and (is_over or (newest is not None and version < newest))
         ]
-        held = sorted((version for version in loose if version in used), key=used.__getitem__)
+        kept = sorted((version for version in loose if version in used), key=used.__getitem__)
+        unfinished = str(self._jobs.documents_with_folders()) if loose else ""
         for version in loose:
-            if version not in held[-KEPT_FOR_SAMPLERS:]:
-                in_use.remove(self.folder(version))
+            folder = self.folder(version)
+            if version not in kept[-KEPT_FOR_SAMPLERS:] and str(folder) not in unfinished:
+                remove_unheld(folder)
 
     def _versions(self, model: Model) -> list[AdapterVersion]:
         """All versions of a model's weights for samplers that are on the disk, oldest first."""

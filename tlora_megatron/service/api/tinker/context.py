@@ -15,7 +15,12 @@ from fastapi.responses import JSONResponse
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.service.api.gate import Reader, Submitter
 from tlora_megatron.service.api.service import Service
-from tlora_megatron.service.api.tinker.checkpoints import EPHEMERAL, Checkpoints, path_of
+from tlora_megatron.service.api.tinker.checkpoints import (
+    EPHEMERAL,
+    INFLIGHT,
+    Checkpoints,
+    path_of,
+)
 from tlora_megatron.service.api.tinker.names import (
     Gone,
     ModelId,
@@ -76,7 +81,8 @@ def _content(request: RequestId, model: Model, answer: Answer) -> Content:
     if request.op in ("save_weights", "save_weights_for_sampler", "save_weights_external"):
         return {**body, "path": _path(model, answer)}
     if request.op == SAVE_FOR_SESSION:
-        number = _path(model, answer).rpartition("/")[2].removeprefix(EPHEMERAL)
+        name = _path(model, answer).rpartition("/")[2]
+        number = name.removeprefix(EPHEMERAL).removesuffix(INFLIGHT)
         if not number.isdecimal():
             raise UnknownId("request_id must be of a save for one sampler, got another save's")
         sampler = SamplerId(model.session, int(number))

@@ -5,6 +5,7 @@ s0123...:train:0     the first model of the session, made by both sides alike
 s0123...:sample:0    its first sampler
 s0123...:train:0:7:optim_step            a model's request of number 7, which is also its future
 tinker://s0123...:train:0/weights/NAME   a checkpoint of the model
+s0123...:sample:0:7:sample:1/j4tdsp@5    a sequence, and the version of weights that drew it
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ Kind = Literal["weights", "sampler_weights", "external_weights"]
 """The kind of a checkpoint: to train on, to sample from, or to take away."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+BY = "/"
+"""Between the id of a sequence and the version that drew it; the base alone has none."""
 _SESSION = r"s[0-9a-f]{24}"
 _NUMBER = r"(?:0|[1-9]\d{0,8})"
 _SEQUENCE = r"(?:0|[1-9]\d{0,18})"

@@ -1,6 +1,8 @@
-"""Adds to a pass what was recorded when its targets were sampled, as `stable_reinforce` needs it.
+"""Adds to a pass what is known of the samples that its targets are from, by their sequence ids.
 
-The answer to a request for samples holds it: of every token the likeliest ones of the sampler.
+For `stable_reinforce` that is what was recorded when they were drawn, which the answer to a request
+for samples holds: of every token the likeliest ones of the sampler. For all losses it is how far
+the model was trained when it published the weights that they were drawn from.
 """
 
 from __future__ import annotations
@@ -15,10 +17,38 @@ import numpy as np
 
 from tlora_megatron.service.api.tinker.bodies import RECORDED_TOKENS
 from tlora_megatron.service.api.tinker.context import TenantContext
-from tlora_megatron.service.api.tinker.names import ModelId, Refused, RequestId, UnknownId
+from tlora_megatron.service.api.tinker.names import (
+    BY,
+    ModelId,
+    Refused,
+    RequestId,
+    UnknownId,
+)
 from tlora_megatron.service.api.tinker.protobuf import Pass, decode_sample
 from tlora_megatron.service.api.tinker.sampling import files_of
-from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB, Request
+from tlora_megatron.training.driven_requests import SAMPLED_STEPS, UNKNOWN_LOGPROB, Request
+
+
+def with_steps(context: TenantContext, taken: Pass, request: Request) -> Request:
+    """The request with the step of each version of the model that its data say they are from.
+
+    What else they name is passed over, such as samples of a base or of another model.
+    """
+    spans = [span.sampled_tokens for of_datum in taken.spans for span in of_datum]
+    if not spans:
+        return request
+    model = context.open_model(taken.model_id)
+    log = context.request_log(model)
+
+    @cache
+    def step_of(version: str) -> int | None:
+        found = re.fullmatch(rf"{model.job}@(\d{{1,9}})", version)
+        saved = None if found is None else log.read_answer(int(found[1]))
+        return None if saved is None else saved.values.get("step")
+
+    found = [step_of(span.sequence_id.partition(BY)[2]) for span in spans if span.length]
+    steps = [step for step in found if step is not None]
+    return replace(request, params={**request.params, SAMPLED_STEPS: steps}) if steps else request
 
 
 class _Sampled(NamedTuple):
@@ -112,7 +142,7 @@ def _find(context: TenantContext, session: str, sequence_id: str) -> _Sampled:
 
     Raises `UnknownId` if there is none in the session.
     """
-    id, _, number = sequence_id.rpartition(":")
+    id, _, number = sequence_id.partition(BY)[0].rpartition(":")
     rule = f"a sequence_id must be of a sample of session {session} of the last day, drawn with "
     how = "record_stability_info, at temperature 1 and from all tokens"
     unknown = UnknownId(f"{rule}{how}, got {sequence_id[:200]!r}")

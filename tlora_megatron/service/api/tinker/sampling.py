@@ -2,7 +2,7 @@
 
 A request to a sampler and its answer are files below `tenants/TENANT/tinker/SESSION`:
 
-    samples/N/SEQ.json    what was asked, with its seed: asked again, it gives the same
+    samples/N/SEQ.json    what was asked, with its seed and version: drawn again, it gives the same
     samples/N/SEQ.pb      the answer in protobuf
     samples/N/SEQ.error   why there is none, in JSON
 """
@@ -26,7 +26,7 @@ from fastapi import APIRouter
 from tlora_megatron.files import write_atomic
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
-from tlora_megatron.service.api.tinker.checkpoints import Saved
+from tlora_megatron.service.api.tinker.checkpoints import INFLIGHT, Saved
 from tlora_megatron.service.api.tinker.context import (
     Content,
     Reading,
@@ -35,15 +35,17 @@ from tlora_megatron.service.api.tinker.context import (
     Waiting,
 )
 from tlora_megatron.service.api.tinker.names import (
+    BY,
     Gone,
     Refused,
     RequestId,
     SamplerId,
+    TinkerPath,
     TinkerRoute,
     UnknownId,
 )
 from tlora_megatron.service.api.tinker.protobuf import encode_sample
-from tlora_megatron.service.home import make_folder
+from tlora_megatron.service.home import held, make_folder
 from tlora_megatron.service.sampling import sampler as sampling
 from tlora_megatron.service.store import Sampler
 from tlora_megatron.training.saving.writer import AdapterVersion
@@ -81,9 +83,10 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
     @routes.post("/asample")
     async def sample(body: bodies.Sample, context: Submitting) -> dict[str, Any]:
         bodies.check_sample(body)
-        request = await service.read(_request, context, body)
-        await tasks.take(context, request, body)
-        ids = [f"{request}:{index}" for index in range(body.num_samples)]
+        request, version = await service.read(_take, context, body)
+        tasks.begin(context, request)
+        by = "" if version is None else f"{BY}{version}"
+        ids = [f"{request}:{index}{by}" for index in range(body.num_samples)]
         return {"request_id": str(request), "sample_sequence_ids": ids}
 
     @routes.post("/cancel_future")
@@ -135,14 +138,34 @@ def _sampleable(context: TenantContext, path: str) -> Saved:
     return saved
 
 
-def _request(context: TenantContext, body: bodies.Sample) -> RequestId:
+def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, str | None]:
+    """Notes what is asked, and of which version; the same number again changes nothing."""
     _source(context)
     if body.sampling_session_id is None or body.seq_id is None:
         raise Refused("sampling_session_id and seq_id must be given: create_sampling_session first")
     sampler = context.sampler(body.sampling_session_id)
     context.open_session(sampler.session)
     context.sessions.hear(sampler.id)
-    return RequestId(SamplerId(sampler.session, sampler.number), body.seq_id, "sample")
+    request = RequestId(SamplerId(sampler.session, sampler.number), body.seq_id, "sample")
+    version, files = _moved(context, sampler).version, files_of(context, request)
+    asked: Any = {"body": body.model_dump(mode="json"), "seed": secrets.randbits(62)}
+    asked["version"] = version
+    if not files.ask(asked):
+        asked = files.asked() or asked
+    return request, asked.get("version", version)
+
+
+def _moved(context: TenantContext, sampler: Sampler) -> Sampler:
+    """The sampler, which is of the newest version by now if it is an inflight one."""
+    path = sampler.model_path
+    if path is None or sampler.version is None or not path.endswith(INFLIGHT):
+        return sampler
+    model = context.model(str(TinkerPath.parse(path).model))
+    newest = context.checkpoints.newest_inflight(model)
+    if newest is None or newest <= AdapterVersion.parse(sampler.version):
+        return sampler
+    context.sessions.move_sampler(sampler.id, str(newest))
+    return replace(sampler, version=str(newest))
 
 
 def _source(context: TenantContext) -> sampling.Sampler:
@@ -156,13 +179,6 @@ class SamplingTasks:
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
-
-    async def take(self, context: TenantContext, request: RequestId, body: bodies.Sample) -> None:
-        """Notes what is asked, and begins; the same number again changes nothing."""
-        asked = {"body": body.model_dump(mode="json"), "seed": secrets.randbits(62)}
-        files = files_of(context, request)
-        await context.service.read(files.ask, asked)
-        self._begin(context, request)
 
     async def wait_for(
         self, context: TenantContext, request: RequestId, seconds: float
@@ -179,7 +195,7 @@ class SamplingTasks:
             return found
         if await read(files.asked) is None:
             raise Gone(f"the answer to {request} is not kept any more: ask again")
-        task = self._begin(context, request)
+        task = self.begin(context, request)
         await asyncio.wait([task], timeout=seconds)
         found = await read(files.result)
         return Waiting() if found is None else found
@@ -196,7 +212,8 @@ class SamplingTasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, context: TenantContext, request: RequestId) -> asyncio.Task[None]:
+    def begin(self, context: TenantContext, request: RequestId) -> asyncio.Task[None]:
+        """Draws what is asked, once at a time."""
         key = _key(context, request)
         task = self._tasks.get(key)
         if task is None:
@@ -216,21 +233,15 @@ def files_of(context: TenantContext, request: RequestId) -> SampleFiles:
 async def _draw(context: TenantContext, request: RequestId) -> None:
     """Draws one request's samples, and writes the answer or why there is none."""
     read, files = context.service.read, files_of(context, request)
-    asked: Any = await read(files.asked)
-    if asked is None or await read(files.result) is not None:
-        return
     try:
-        body = bodies.Sample.model_validate(asked["body"])
-        sampler = await read(context.sampler, str(request.of))
-        folder = await read(_folder, context, sampler)
-        with context.service.in_use.held(folder):
+        order = await read(_order, context, request, files)
+        if order is None:
+            return
+        body, sampler, folder, seed = order
+        with held(folder):
             if folder is not None and not folder.is_dir():
-                raise UnknownId(
-                    f"{sampler.model_path} must still be there as it was when this sampling client "
-                    f"was made (version {sampler.version}), got none: make a new client of a "
-                    "checkpoint that is there"
-                )
-            prompt = bodies.as_prompt(body, None if folder is None else str(folder), asked["seed"])
+                raise _gone(sampler)
+            prompt = bodies.as_prompt(body, None if folder is None else str(folder), seed)
             answers = await _source(context).generate(sampler.base, [prompt])
         content = encode_sample(answers[0], body)
     except (sampling.SamplingRefused, UnknownId) as error:
@@ -253,13 +264,31 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
             await read(files.keep_longer)
 
 
-def _folder(context: TenantContext, sampler: Sampler) -> Path | None:
-    """The weights that a sampler samples from: those that it has had from its start."""
-    if sampler.model_path is None:
+def _order(
+    context: TenantContext, request: RequestId, files: SampleFiles
+) -> tuple[bodies.Sample, Sampler, Path | None, int] | None:
+    """What is to be drawn: the request, its sampler, the weights, the seed; None: nothing is."""
+    asked = files.asked()
+    if asked is None or files.result() is not None:
         return None
-    if sampler.version is None:
-        return context.checkpoints.find(sampler.model_path).folder
-    return context.checkpoints.folder(AdapterVersion.parse(sampler.version))
+    sampler = context.sampler(str(request.of))
+    sampler = replace(sampler, version=asked.get("version", sampler.version))
+    folder = None
+    if sampler.version is not None:
+        folder = context.checkpoints.folder(AdapterVersion.parse(sampler.version))
+    elif sampler.model_path is not None:
+        saved = context.checkpoints.find(sampler.model_path)
+        if saved.version is not None:  # it took the name of weights from before there were any
+            raise _gone(sampler)
+        folder = saved.folder
+    return bodies.Sample.model_validate(asked["body"]), sampler, folder, asked["seed"]
+
+
+def _gone(sampler: Sampler) -> UnknownId:
+    return UnknownId(
+        f"{sampler.model_path} must still be there as it was when this sampling client was made "
+        f"(version {sampler.version}), got none: make a new client of a checkpoint that is there"
+    )
 
 
 def _key(context: TenantContext, request: RequestId) -> str:

@@ -191,8 +191,7 @@ def _sweep(context: TenantContext, session: Session) -> list[Model]:
     over = {job.id for job in jobs if job.state.is_over}
     keep = 0 if session.ended else KEPT_FOR_SAMPLERS
     for model in models:
-        is_over = model.job in over
-        context.checkpoints.sweep(model, context.service.in_use, keep=keep, is_over=is_over)
+        context.checkpoints.sweep(model, keep=keep, is_over=model.job in over)
     sweep_samples(context.samples(session.id), time.time() - SAMPLES_S)
     return [model for model in models if session.ended is not None and model.last_request is None]
 
@@ -202,8 +201,8 @@ TESTED = ((0, 25), (0, 38))
 _OF_PROXIES = frozenset({"x-forwarded-for", "x-forwarded-proto", "forwarded", "x-real-ip", "via"})
 DEVIATIONS = (
     "This is tLoRA, not Tinker: the unembedding has no adapter (train_unembed has no effect); "
-    "alpha is 32 (user_metadata={'tlora.lora.alpha': '16'} changes it); kind='inflight' saves "
-    "snapshots. docs/tinker.md lists what else differs."
+    "alpha is 32 (user_metadata={'tlora.lora.alpha': '16'} changes it). docs/tinker.md lists what "
+    "else differs."
 )
 
 

@@ -16,6 +16,7 @@ from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.checkpoints import (
     EPHEMERAL,
     EXTERNAL,
+    INFLIGHT,
     Saved,
     check_ttl,
     folder_name,
@@ -42,7 +43,7 @@ from tlora_megatron.service.api.tinker.names import (
     TinkerRoute,
 )
 from tlora_megatron.service.api.tinker.protobuf import decode_pass
-from tlora_megatron.service.api.tinker.recorded import with_recorded
+from tlora_megatron.service.api.tinker.recorded import with_recorded, with_steps
 from tlora_megatron.service.api.tinker.sampling import SamplingTasks
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.service.store import Model, OverLimit
@@ -133,6 +134,7 @@ def _take_pass(context: TenantContext, body: bytes, encoding: str | None) -> dic
     request = taken.request
     if request.loss_fn == "stable_reinforce":
         request = with_recorded(context, taken)
+    request = with_steps(context, taken, request)
     return submit(context, taken.model_id, taken.seq_id, request.op, request)
 
 
@@ -244,7 +246,8 @@ def _save_for_session(context: TenantContext, body: bodies.SaveWeights) -> dict[
     if body.sampling_session_seq_id is None:
         raise Refused("path or sampling_session_seq_id must be given, got neither")
     model = context.open_model(body.model_id)
-    name = f"{EPHEMERAL}{body.sampling_session_seq_id}"
+    kind = INFLIGHT if body.kind == "inflight" else ""
+    name = f"{EPHEMERAL}{body.sampling_session_seq_id}{kind}"
     path = TinkerPath(ModelId.of(model), "sampler_weights", name)
     version = AdapterVersion(model.job, model.log_number(body.seq_id))
     id = SamplerId(model.session, body.sampling_session_seq_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,19 +18,25 @@ from tinker import types
 
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import BASE, Api, listening
+from tests.helpers.played_models import set_state
+from tests.helpers.stored_jobs import put_job
 from tests.helpers.tinker.raw import Raw
 from tests.unit.service.api.tinker.conftest import Played
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled, TokenLogprob
+from tlora_megatron.service.api.server import make_app as make_service
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
-from tlora_megatron.service.api.tinker.names import Refused
+from tlora_megatron.service.api.tinker.names import BY, Refused
+from tlora_megatron.service.api.tinker.protobuf import decode_sample
 from tlora_megatron.service.api.tinker.sampling import sweep_samples
 from tlora_megatron.service.api.tinker.sessions import Reaper
+from tlora_megatron.service.home import held
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm_server import Server
-from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB
+from tlora_megatron.service.store import JobState
+from tlora_megatron.training.driven_requests import SAMPLED_STEPS, UNKNOWN_LOGPROB
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -169,6 +176,7 @@ def test_what_was_recorded_of_a_sample_trains_beside_it(
     assert asked.exists()
     request = played.models.done[-1][1]
     assert (request.loss_fn, request.params["runs"]) == ("stable_reinforce", [4])
+    assert request.params[SAMPLED_STEPS] == [1], "what the save answered"
     arrays = {name: array.reshape(4, -1).tolist() for name, array in request.arrays.items()}
     assert arrays["tokens"] == [[1, 2, 7]] * 4
     assert arrays["targets"] == [[0, 7, 7], [0, 1, 1], [0, 3, 3], [0, 4, 4]]
@@ -198,7 +206,7 @@ def test_data_of_no_recorded_sample_are_refused(
 ) -> None:
     trained = Trained(played)
     for span in spans or ():
-        id = span.sequence_id.replace("OWN", trained.sequence.sequence_id)
+        id = span.sequence_id.replace("OWN", trained.sequence.sequence_id.partition(BY)[0])
         spans = [replace(span, sequence_id=id)]
     wrong = [trained.datum(spans, **inputs)]
     with pytest.raises(tinker.APIStatusError, match=sentence):
@@ -290,36 +298,28 @@ def test_a_client_stays_at_its_version(played: Played, vllm: str, tmp_path: Path
         assert [draw_three(client) for client in clients] == [
             [11, 12, 13], [12, 14, 16], [13, 16, 19],
         ]  # fmt: skip
+    played.rest().delete_checkpoint_from_tinker_path(path).result()
+    look(played.api)
     # Another process of HTTP goes on with the server that has these adapters.
     played.api.service.sampler = open_sampler(tmp_path, vllm)
     assert [draw_three(client)[0] for client in clients] == [11, 12, 13]
     (job,) = played.api.store.jobs.page()
-    told = [
-        played.api.client().get(f"/api/v1/samplers/{client._sampling_session_id}").json()
-        for client in clients
-    ]
-    assert [one["version"] for one in told] == [f"{job.id}@{number}" for number in (1, 2, 3)]
+    by = [f"{job.id}@{number}" for number in (1, 2, 3)]
+    told = played.api.client().get(f"/api/v1/samplers/{clients[0]._sampling_session_id}")
+    assert told.json()["version"] == by[0]
+    ids = [draw(client, 10).sequences[0].sequence_id for client in clients]
+    assert [id.partition(BY)[2] for id in ids] == by
 
 
-def test_what_clients_sample_from_is_not_deleted(played: Played, vllm: str) -> None:
-    service = played.client()
-    learning = service.create_lora_training_client(base_model=BASE, rank=4).result()
-    played.models.weights = "x"
-    path = learning.save_weights_for_sampler("latest").result().path
-    first = service.create_sampling_client(model_path=path).result()
-    assert draw_three(first) == [11, 12, 13]
-    played.models.weights = "xx"
-    for _ in range(2):
-        learning.save_weights_for_sampler("latest").result()
-    played.rest().delete_checkpoint_from_tinker_path(path).result()
-    look(played.api)
-    assert draw_three(first) == [11, 12, 13]
-    played.models.weights = "xxx"
-    path = learning.save_weights_for_sampler("latest").result().path
-    look(played.api)
-    assert versions(played.api) == [1, 4]
-    second = service.create_sampling_client(model_path=path).result()
-    assert (draw_three(second), draw_three(first)) == ([13, 16, 19], [11, 12, 13])
+def test_inflight_clients_move_to_the_newest_of_their_kind(played: Played, vllm: str) -> None:
+    learning = played.client().create_lora_training_client(base_model=BASE, rank=4).result()
+    clients, first = [], []
+    for weights, kind in (("x", "inflight"), ("xx", "snapshot"), ("xxx", "inflight")):
+        played.models.weights = weights
+        made = learning.save_weights_and_get_sampling_client(kind=kind)  # type: ignore[arg-type]
+        clients.append(made.result())
+        first.append([draw_three(client)[0] for client in clients])
+    assert first == [[11], [11, 12], [13, 12, 13]]
 
 
 def look(api: Api) -> None:
@@ -353,11 +353,13 @@ class Loop:
         body = {"session_id": session_id or self.session, "sampling_session_seq_id": number}
         return self.client.post("create_sampling_session", **body, model_path=self.path).json()
 
-    def ask(self, sampler_id: str, seq_id: int) -> Any:
+    def begin(self, sampler_id: str, seq_id: int) -> str:
         body = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
         asked = {**body, "sampling_session_id": sampler_id, "seq_id": seq_id}
-        request = self.client.post("asample", **asked).json()
-        return self.client.post("retrieve_future", request_id=request["request_id"])
+        return str(self.client.post("asample", **asked).json()["request_id"])
+
+    def ask(self, sampler_id: str, seq_id: int) -> Any:
+        return self.client.post("retrieve_future", request_id=self.begin(sampler_id, seq_id))
 
 
 @pytest.fixture
@@ -395,11 +397,34 @@ def test_versions_that_were_used_last_stay(loop: Loop) -> None:
     look(loop.api)
     assert "error" not in loop.ask(pinned, 0).text
     loop.client.finish(other)
-    with loop.api.service.in_use.held(folder_of(loop, KEPT_FOR_SAMPLERS + 3)):
-        look(loop.api)
-        assert versions(loop.api) == [KEPT_FOR_SAMPLERS + 3], "it is being drawn from"
     look(loop.api)
     assert versions(loop.api) == []
+
+
+def test_what_waits_is_drawn_from_its_version(loop: Loop) -> None:
+    """Published anew, deleted, forgotten by its session, and asked of another process of HTTP."""
+    sampler, may_go = loop.api.service.sampler, threading.Event()
+    generate = sampler.generate
+
+    async def wait(base: str, prompts: Sequence[Prompt]) -> list[Answer]:
+        while not may_go.is_set():
+            await asyncio.sleep(0.01)
+        return list(await generate(base, prompts))
+
+    sampler.generate = wait  # type: ignore[method-assign,union-attr]
+    loop.publish()
+    request = loop.begin(loop.sampler(0)["sampling_session_id"], 0)
+    loop.client.models.weights = "xx"
+    loop.publish()
+    loop.client.delete(f"training_runs/{loop.model}/checkpoints/sampler_weights/latest")
+    loop.client.finish(loop.session)
+    loop.client.models.step()
+    look(loop.api)
+    assert versions(loop.api) == [1], "it is being drawn from"
+    may_go.set()
+    with Raw(replace(loop.api, app=make_service(loop.api.service))).http as other:
+        told = other.post("/api/v1/retrieve_future", json={"request_id": request})
+    assert [tokens.tolist() for tokens, *_ in decode_sample(told.content)] == [[2]]
 
 
 def folder_of(loop: Loop, number: int) -> Path:
@@ -412,7 +437,15 @@ def test_a_job_may_begin_at_a_published_name(loop: Loop) -> None:
     (job,) = loop.api.store.jobs.page()
     known = References(loop.api.home, loop.api.store, {}, tenant="ann")
     found = known.folder(f"jobs/{job.id}/sampler/latest", "init_from")
-    assert found == str(folder_of(loop, 1))
+    first = folder_of(loop, 1)
+    assert found == str(first)
+    beginning = put_job(loop.api.store, "b", document={"document": {"init_from": found}})
+    loop.publish()
+    look(loop.api)
+    assert first.exists()
+    set_state(loop.api.store, beginning, JobState.CANCELLED)
+    look(loop.api)
+    assert not first.exists()
 
 
 def test_a_version_that_has_no_name_yet_stays(loop: Loop) -> None:
@@ -431,6 +464,13 @@ def test_weights_from_before_there_were_versions_are_sampled_and_replaced(loop: 
     sampler = loop.sampler(0)["sampling_session_id"]
     assert loop.api.store.sessions.sampler(sampler, tenant="ann").version is None
     assert "error" not in loop.ask(sampler, 0).text
+    with held(name):
+        loop.client.delete(f"training_runs/{loop.model}/checkpoints/sampler_weights/latest")
+        look(loop.api)
+        assert name.is_dir()
+    look(loop.api)
+    assert not name.exists()
     loop.publish()
     assert versions(loop.api) == [2]
     assert name.is_symlink()
+    assert "as it was when this sampling client was made" in loop.ask(sampler, 1).text
