@@ -18,7 +18,7 @@ from itertools import accumulate
 
 from tlora_megatron.scheduler.policies.admission import Choose, Grouping, grow, separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import ClusterState, soonest_nodes
+from tlora_megatron.scheduler.policy import soonest_nodes
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
@@ -108,13 +108,11 @@ _Ranked = tuple[float, int]
 class ResidualGrouping(Grouping):
     """Merges each waiting job into the running group that it fits most tightly."""
 
-    def _order(
-        self, tentative: TentativeGroups, jobs: WaitingQueue, cluster: ClusterState
-    ) -> list[Waiting]:
+    def _order(self, tentative: TentativeGroups, jobs: WaitingQueue) -> list[Waiting]:
         """The most urgent first; before an overdue one starts, groups give up GPUs."""
-        if jobs.overdue(tentative.now_s, 1, cluster.may_run):
+        if jobs.overdue(tentative.now_s, 1, tentative.may_run):
             shrink(tentative)
-        queue = jobs.by_arrival(self.rules.lookahead, cluster.may_run)
+        queue = jobs.by_arrival(self.rules.lookahead, tentative.may_run)
         return sorted(queue, key=lambda w: self._urgent_first(w, tentative.now_s))
 
     def _spread(self, tentative: TentativeGroups) -> None:
