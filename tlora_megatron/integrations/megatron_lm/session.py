@@ -91,8 +91,8 @@ class Session:
         self._run = TrainingRun(
             settings.config,
             settings.spec,
-            tokenizer_dir=settings.tokenizer_dir,
-            base_model=settings.base_model,
+            tokenizer_dir=settings.config.base_model.folder,
+            base_model=settings.config.base_model.name,
             resolve_sharding=resolve_sharding,
             signals=signals,
         )
