@@ -287,7 +287,7 @@ def _advice(inputs: PlanInputs) -> Advice:
 def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
     """Prints a line for each change that helps the replicas, or why none does."""
     for remedy in advice.remedies:
-        console.print(f"would fit{replicas}: {remedy}")
+        console.print(f"would fit{replicas}: {remedy.text}")
     if advice.why_none:
         console.print(advice.why_none)
 
@@ -297,7 +297,7 @@ def advice_document(advice: Advice | None) -> dict[str, Any]:
     if advice is None:
         return {"would_fit": [], "why_nothing_fits": None}
     return {
-        "would_fit": [str(remedy) for remedy in advice.remedies],
+        "would_fit": [remedy.text for remedy in advice.remedies],
         "why_nothing_fits": advice.why_none or None,
     }
 

@@ -173,13 +173,6 @@ def without_filled(document: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in document.items() if key not in _LEFT_OUT_IF_DRIVEN}
 
 
-def refuse_driven(name: str) -> ConfigError:
-    """The error for a driven job where there is no client."""
-    return ConfigError(
-        f"driven of job {name!r} must be false here: its client asks a service, `tlora serve`"
-    )
-
-
 def portion_of(
     lengths: Iterable[tuple[int, float]], batch_size: int, micro_batch_tokens: int
 ) -> int:

@@ -65,9 +65,6 @@ class Remedy:
     plan: Plan | None = None
     """A plan that fits then; None: it has not been planned with."""
 
-    def __str__(self) -> str:
-        return self.text
-
 
 Ask = Callable[[Question], Plan | None]
 """Plans for a question; returns a plan that fits, or None."""
@@ -225,7 +222,7 @@ class Advice:
     def __str__(self) -> str:
         if self.why_none:
             return self.why_none
-        return f"What would fit: {'; or '.join(map(str, self.remedies))}"
+        return f"What would fit: {'; or '.join(own.text for own in self.remedies)}"
 
 
 def advise(

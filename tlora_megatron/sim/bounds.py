@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.queue import Job
+from tlora_megatron.sim.ledger import mean
 
 _FULL_TOKENS = 16_384
 """Tokens of a step for each GPU that keep it at full speed, unless a job has more."""
@@ -111,13 +112,13 @@ def least_mean_jct_s(jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> floa
 
 def alone_s(demands: Sequence[Demand]) -> float:
     """Mean of the jobs' own fastest times."""
-    return _mean([demand.fastest_s for demand in demands])
+    return mean([demand.fastest_s for demand in demands])
 
 
 def fluid_s(demands: Sequence[Demand], num_gpus: int) -> float:
     """Mean completion time on one machine that serves the job with the least work left."""
     served = _serve(demands, num_gpus, lambda demand, left_s: left_s)
-    return _mean([s.end_s - d.submit_s for s, d in zip(served, demands, strict=True)])
+    return mean([s.end_s - d.submit_s for s, d in zip(served, demands, strict=True)])
 
 
 def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
@@ -126,7 +127,7 @@ def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
     A job that ends at C cannot have done its work around a time later than C less half that time.
     """
     served = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
-    return _mean(
+    return mean(
         [s.mean_busy_s + d.fastest_s / 2 - d.submit_s for s, d in zip(served, demands, strict=True)]
     )
 
@@ -170,7 +171,3 @@ def _serve(
             left_s -= run_s
             heapq.heappush(queue, (first(demand, left_s), index, left_s))
     return served
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
