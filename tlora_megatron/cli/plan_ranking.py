@@ -46,7 +46,6 @@ class PlanInputs:
 
     @property
     def asked(self) -> tuple[ModelSpec, Sequence[JobLoad], HardwareProfile, int, SearchSpace]:
-        """The question to the planner."""
         return self.spec, self.jobs, self.hardware, self.num_gpus, self.space
 
 

@@ -213,8 +213,6 @@ _ALIKE, _UNLIKE = 3, 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedDeployment:
-    """A deployment with its predicted speed."""
-
     deployment: Deployment
     replicas: Replicas
     fluid_s: float

@@ -59,7 +59,6 @@ class Kind:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The layout as a deployment holds it."""
         return ReplicaLayout(**shared_fields(self.plan, ReplicaLayout))
 
     @property
@@ -233,8 +232,6 @@ class Prices(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The work divided among replicas."""
-
     makespan_s: float
     """Time of the kind that ends last."""
     prices: Prices

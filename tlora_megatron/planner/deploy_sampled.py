@@ -36,8 +36,6 @@ _PICO = 1e-12
 
 
 class Sampled(NamedTuple):
-    """The outcome of some rounds."""
-
     busy_share: float
     """Share of all GPUs' time in which they compute, instead of waiting for the slowest replica."""
     efficiency: float
@@ -48,8 +46,6 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """The number of replicas of each kind."""
-
     kinds: tuple[Kind, ...]
     counts: tuple[int, ...]
 

@@ -42,8 +42,6 @@ class Span(NamedTuple):
 
 
 class PlanSpans(NamedTuple):
-    """The process groups of a plan over nodes."""
-
     tp: Span
     cp: Span
     replicas: Span

@@ -103,8 +103,6 @@ _OVERLAP_BYTES, _OVERLAP_GEMM = 2**26, 6144
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """Settings of a measurement."""
-
     name: str
     sizes: ProfileSizes
     budget_s: float

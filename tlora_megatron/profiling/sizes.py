@@ -34,8 +34,6 @@ _TINY = _llama(64, 4, 2, 96, 16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileSizes:
-    """Shapes and counts to measure."""
-
     gemm_shapes: tuple[tuple[int, int], ...]
     """Shapes `(columns, inner)`, most important first."""
     gemm_rows: tuple[int, ...]

@@ -69,8 +69,6 @@ class FaultRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """The failures and cancellations of a run."""
-
     fails_after_tokens: Mapping[int, float] = field(default_factory=dict)
     """Tokens after which a job fails, by job index."""
     cancelled_s: Mapping[int, float] = field(default_factory=dict)

@@ -43,8 +43,6 @@ _PROGRESS_EVERY = 500
 
 
 class Simulator:
-    """Simulates one run of one policy."""
-
     def __init__(
         self,
         *,
@@ -235,8 +233,6 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRun:
-    """The ledger and the numbers of one policy's run."""
-
     policy: str
     summary: Summary
     ledger: Ledger = field(repr=False)

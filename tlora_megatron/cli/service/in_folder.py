@@ -33,8 +33,6 @@ JobRow: TypeAlias = "Job | ClientJob"
 
 
 class Accepted(NamedTuple):
-    """The outcome of a submit."""
-
     jobs: Sequence[JobRow]
     new: frozenset[str]
     """Ids of those that it made; the others' key came before."""

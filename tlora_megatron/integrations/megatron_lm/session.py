@@ -111,7 +111,6 @@ class Session:
 
     @property
     def output_dir(self) -> Path:
-        """The output folder of the run."""
         return self._run.output_dir
 
     def take_model(self, chunks: Sequence[nn.Module]) -> None:

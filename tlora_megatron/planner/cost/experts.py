@@ -278,5 +278,4 @@ class RoutedWork:
 
 
 def added(one: _Both, other: _Both) -> _Both:
-    """Sums forward and backward."""
     return one[0] + other[0], one[1] + other[1]

@@ -30,8 +30,6 @@ _MOST_ROWS = 2**62
 
 
 class RoundShape(NamedTuple):
-    """Bounds of a round."""
-
     capacity: float
     """Rows of a micro-batch."""
     dp_size: int
