@@ -117,21 +117,15 @@ class HttpService:
     """A service by its address."""
 
     look_every_s = 0.5
+    how_to_serve = "tlora serve --http on its host"
 
     def __init__(self, client: Client) -> None:
         self._client = client
-
-    @property
-    def place(self) -> str:
-        return self._client.address
+        self.place = client.address
 
     @property
     def is_served(self) -> bool:
         return self._client.page(limit=1).served
-
-    @property
-    def how_to_serve(self) -> str:
-        return "tlora serve --http on its host"
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
         """Uploads the data that the jobs name, and submits all of them or none."""

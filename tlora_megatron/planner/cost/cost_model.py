@@ -107,14 +107,8 @@ class CostModel:
         """The mean load of rounds of `round_depth`; `shallow` are those of one micro-batch."""
         rows = shallow.rows / plan.cp_size
         ends_s = self._head_s(plan, shallow, rows) + self._embedding_s(plan, rows)
-        return timed_load(
-            self.jobs,
-            micro_batch_tokens=plan.micro_batch_tokens,
-            dp_size=plan.dp_size,
-            depth=plan.round_depth,
-            curvature=self._curvature(plan, shallow, self.layers.cost(plan, shallow), ends_s),
-            row_multiple=ROW_TILE * plan.cp_size,
-        )
+        curvature = self._curvature(plan, shallow, self.layers.cost(plan, shallow), ends_s)
+        return timed_load(self.jobs, plan, curvature, ROW_TILE * plan.cp_size)
 
     def _curvature(self, plan: Plan, load: RoundLoad, layer: LayerCost, ends_s: float) -> float:
         """Time of a squared row of a sequence, over that of a row without attention."""
