@@ -17,13 +17,13 @@ from tlora_megatron.config.job import HF_TARGETS, JobSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
+    LEFT_OUT_IF_DRIVEN,
     check_job,
     existing_file,
     fill_driven,
     is_usable_name,
     resolve,
     resolve_job_paths,
-    without_filled,
 )
 from tlora_megatron.config.schema import (
     EMBEDDING,
@@ -150,7 +150,8 @@ def read_job(
 def job_to_dict(job: JobSpec) -> dict[str, Any]:
     """Plain values from which `read_job` reads the same job."""
     document: dict[str, Any] = plain(asdict(job))
-    return without_filled(document) if job.driven else document
+    left_out = LEFT_OUT_IF_DRIVEN if job.driven else ()
+    return {key: value for key, value in document.items() if key not in left_out}
 
 
 def read_jobs(

@@ -38,6 +38,9 @@ class Parts:
     def __add__(self, other: Parts) -> Parts:
         return Parts(running=self.running + other.running, joining=self.joining + other.joining)
 
+    def __len__(self) -> int:
+        return len(self.running) + len(self.joining)
+
     @property
     def jobs(self) -> list[Job]:
         return [member.job for _, member in self.running] + [w.job for w in self.joining]
@@ -69,7 +72,8 @@ def formed(
     sources = {group.number: group for group, _ in parts.running}
     stay = next((group.number for group in sources.values() if group.gpus == gpus), None)
     moved = [member.job for group, member in parts.running if group.number != stay]
-    moved += [waiting.job for waiting in parts.joining if waiting.has_state]
+    # From the queue, those that continue from a checkpoint.
+    moved += [w.job for w in parts.joining if w.tokens_left < w.job.tokens]
     ready_s += cost.pause_s(tuple(sources.values()), gpus, moved)
     by_kind = rates.by_kind
     members = [

@@ -108,11 +108,6 @@ class Waiting:
         """Time that its remaining work takes alone on the GPUs it asks for."""
         return self.tokens_left / self.job.isolated_tokens_per_s
 
-    @property
-    def has_state(self) -> bool:
-        """True if it continues from a checkpoint."""
-        return self.tokens_left < self.job.tokens
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:

@@ -182,7 +182,23 @@ class NetBenefit(Grouping):
     shortest_first: bool = True
 
     def _chooser(self, order: Sequence[Waiting]) -> Choose:
-        return _Sizes(order).choose
+        """Chooses as many GPUs as a job asks for, or fewer if others wait for the rest."""
+        demand = [0, *accumulate(waiting.job.num_gpus for waiting in order)]
+        places = {waiting.job.index: place for place, waiting in enumerate(order)}
+
+        def choose(tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
+            asked, place = waiting.job.num_gpus, places[waiting.job.index]
+            # Jobs behind it in the queue that could not start beside it now.
+            room = demand[place] + tentative.free.num
+            others = len(demand) - max(place + 2, bisect_right(demand, room))
+            sizes = [asked >> power for power in range(asked.bit_length())]
+            for size in sorted(sizes, key=lambda size: _cost_s(tentative, waiting, size, others)):
+                proposal = tentative.alone(waiting, size)
+                if proposal is not None:
+                    return proposal if _ends_earlier(tentative, waiting, proposal) else None
+            return None
+
+        return choose
 
     def _spread(self, tentative: TentativeGroups) -> None:
         separate(tentative)
@@ -230,36 +246,12 @@ class NetBenefit(Grouping):
         return possible if best is None else best
 
 
-class _Sizes:
-    """Chooses on how many GPUs a job starts: fewer than it asks for if others wait for the rest."""
-
-    def __init__(self, order: Sequence[Waiting]) -> None:
-        self._demand = [0, *accumulate(waiting.job.num_gpus for waiting in order)]
-        self._place = {waiting.job.index: place for place, waiting in enumerate(order)}
-
-    def choose(self, tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
-        """Proposes the best number of GPUs that the free ones and the job's bound allow."""
-        asked = waiting.job.num_gpus
-        others = self._held_up(tentative, waiting)
-        sizes = [asked >> power for power in range(asked.bit_length())]
-        for size in sorted(sizes, key=lambda size: _cost_s(tentative, waiting, size, others)):
-            proposal = tentative.alone(waiting, size)
-            if proposal is not None:
-                return proposal if self._ends_earlier(tentative, waiting, proposal.group) else None
-        return None
-
-    def _ends_earlier(self, tentative: TentativeGroups, waiting: Waiting, group: Group) -> bool:
-        """True if fewer GPUs now let the job end earlier than all its GPUs later."""
-        if tentative.free.find(waiting.job.num_gpus) is not None:
-            return True
-        later_s = list_schedule(tentative, (waiting,))[waiting.job.index]
-        return group.last_end_s <= later_s + waiting.isolated_left_s
-
-    def _held_up(self, tentative: TentativeGroups, waiting: Waiting) -> int:
-        """Number of jobs behind it in the queue that could not start beside it now."""
-        place = self._place[waiting.job.index]
-        room = self._demand[place] + tentative.free.num
-        return len(self._demand) - max(place + 2, bisect_right(self._demand, room))
+def _ends_earlier(tentative: TentativeGroups, waiting: Waiting, proposal: Proposal) -> bool:
+    """True if fewer GPUs now let the job end earlier than all its GPUs later."""
+    if tentative.free.find(waiting.job.num_gpus) is not None:
+        return True
+    later_s = list_schedule(tentative, (waiting,))[waiting.job.index]
+    return proposal.group.last_end_s <= later_s + waiting.isolated_left_s
 
 
 def _cost_s(
