@@ -35,7 +35,7 @@ from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
-from tlora_megatron.planner.advice import Advice, advise
+from tlora_megatron.planner.advice import Advice, Question, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
@@ -281,7 +281,7 @@ def _load(args: argparse.Namespace) -> PlanInputs:
 
 def _advice(inputs: PlanInputs) -> Advice:
     """Looks for changes that would make a plan fit, where none does."""
-    return advise(*inputs.asked, other_profiles(inputs.hardware))
+    return advise(Question(*inputs.asked), other_profiles(inputs.hardware))
 
 
 def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:

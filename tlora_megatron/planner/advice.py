@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from math import isclose
 from typing import Any
@@ -44,15 +44,15 @@ SHORTEST = 256
 """Sequences are not proposed to be cut below this length, in tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """A question to the planner: a base, jobs, a number of GPUs of a kind, and what is fixed."""
 
     spec: ModelSpec
-    jobs: tuple[JobLoad, ...]
+    jobs: Sequence[JobLoad]
     hardware: HardwareProfile
     num_gpus: int
-    space: SearchSpace
+    space: SearchSpace = field(default_factory=SearchSpace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def fewer_jobs(question: Question, ask: Ask) -> Iterator[Remedy]:
     low, high, found = 0, len(ordered), None
     while low + 1 < high:
         middle = (low + high) // 2
-        fewer = replace(question, jobs=tuple(ordered[:middle]))
+        fewer = replace(question, jobs=ordered[:middle])
         plan = ask(fewer)
         if plan is not None:
             low, found = middle, (fewer, plan)
@@ -112,14 +112,14 @@ def shorter(question: Question, ask: Ask) -> Iterator[Remedy]:
         if length < longest:
             cut = replace(
                 question,
-                jobs=tuple(
+                jobs=[
                     replace(
                         job,
                         lengths=job.lengths.clipped(length),
                         longest_eval=min(job.longest_eval, length),
                     )
                     for job in jobs
-                ),
+                ],
             )
             plan = ask(cut)
             if plan is not None:
@@ -128,9 +128,7 @@ def shorter(question: Question, ask: Ask) -> Iterator[Remedy]:
         length //= 2
 
 
-def one_node(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]
-) -> Iterator[Remedy]:
+def one_node(question: Question, ask: Ask, profiles: Sequence[HardwareProfile]) -> Iterator[Remedy]:
     """Proposes what helps where the GPUs are more than a node has and nothing joins nodes."""
     hardware = question.hardware
     node = hardware.gpus_per_node
@@ -166,7 +164,7 @@ def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy
 
 
 def more_gpus(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...] = ()
+    question: Question, ask: Ask, profiles: Sequence[HardwareProfile] = ()
 ) -> Iterator[Remedy]:
     """Proposes the next larger number of GPUs that is enough, on `profiles`' networks."""
     hardware = question.hardware
@@ -197,7 +195,7 @@ def larger_numbers(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
             yield nodes * node
 
 
-def roomier(question: Question, profiles: tuple[HardwareProfile, ...]) -> list[Remedy]:
+def roomier(question: Question, profiles: Sequence[HardwareProfile]) -> list[Remedy]:
     """Changes to machines with larger GPUs, the smallest of these first."""
     larger = [p for p in profiles if p.memory_bytes > question.hardware.memory_bytes]
     return [
@@ -225,26 +223,12 @@ class Advice:
         return f"What would fit: {'; or '.join(own.text for own in self.remedies)}"
 
 
-def advise(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    space: SearchSpace | None = None,
-    profiles: Sequence[HardwareProfile] = (),
-) -> Advice:
+def advise(question: Question, machines: Sequence[HardwareProfile] = ()) -> Advice:
     """Looks for changes that make a plan fit, or two together; each one has been planned with.
 
-    `profiles` are other machines that may be proposed. Raises `ValueError` as `search` does.
+    `machines` are others that may be proposed. Raises `ValueError` as `search` does.
     """
-    question = Question(
-        spec=spec,
-        jobs=tuple(jobs),
-        hardware=hardware,
-        num_gpus=num_gpus,
-        space=space or SearchSpace(),
-    )
-    hunt, machines = _Hunt(), tuple(profiles)
+    hunt = _Hunt()
     # The smallest change of each kind that is enough, the cheapest kind first.
     single = chain(
         other_choices(question, hunt.ask),
@@ -258,7 +242,7 @@ def advise(
     return Advice(found, "" if found else _why_none(question, machines, hunt))
 
 
-def _pairs(question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]) -> Iterator[Remedy]:
+def _pairs(question: Question, ask: Ask, profiles: Sequence[HardwareProfile]) -> Iterator[Remedy]:
     """Two changes that are enough together, beside the planner's own choice of all it may choose.
 
     Of numbers of GPUs the largest within three steps is tried, of machines the one with most room.

@@ -156,7 +156,7 @@ class _Measurement:
         fp8_gemms = tuple(self._fp8_gemms())
         self._release()
         on_stage("attention", 0.35)
-        tokens, spec = self.sizes.attention_tokens, self.sizes.attention_spec
+        tokens, spec = self.sizes.attention_tokens, self.sizes.layer_spec
         attention = tuple(
             measure_attention(self.timer, length, tokens, spec, self.dtype)
             for length in self.sizes.attention_lengths

@@ -44,11 +44,11 @@ class ProfileSizes:
     attention_lengths: tuple[int, ...]
     attention_tokens: int
     """Tokens of all sequences together."""
-    attention_spec: ModelSpec
     lora_specs: tuple[ModelSpec, ...]
     lora_tokens: tuple[int, ...]
     lora_adapters: tuple[int, ...]
     layer_spec: ModelSpec
+    """Of layers, and of their attention."""
     layer_tokens: int
     few_tokens: int
     """Number of tokens so small that only the host's work counts."""
@@ -82,7 +82,6 @@ FULL = ProfileSizes(
     head_rows=(512, 1024),
     attention_lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     attention_tokens=8192,
-    attention_spec=LLAMA_8B,
     lora_specs=(LLAMA_8B, LLAMA_70B_TP4),
     lora_tokens=(8192, 2048, 16384),
     lora_adapters=(4, 1, 16, 64),
@@ -102,7 +101,6 @@ TINY = replace(
     head_rows=(16,),
     attention_lengths=(8, 32),
     attention_tokens=64,
-    attention_spec=_TINY,
     lora_specs=(_TINY,),
     lora_tokens=(64, 128),
     lora_adapters=(1, 3),

@@ -24,7 +24,7 @@ from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.planner.advice import advise
+from tlora_megatron.planner.advice import Question, advise
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel
@@ -217,7 +217,7 @@ def test_that_nothing_fits_is_known_soon(monkeypatch: pytest.MonkeyPatch) -> Non
     counted = _counted(monkeypatch, MemoryModel, "use")
     assert search(spec, jobs(8), tiny, 1024).plans == ()
     assert next(counted) < 45_000
-    advice = advise(spec, jobs(8), tiny, 1024)
+    advice = advise(Question(spec, jobs(8), tiny, 1024))
     assert next(counted) < 110_000
     assert not advice.remedies
     assert "up to 4,096 GPUs" in advice.why_none

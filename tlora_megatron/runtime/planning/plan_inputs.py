@@ -23,7 +23,7 @@ from tlora_megatron.model.backbone import check_block_sizes, over_base
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.advice import advise
+from tlora_megatron.planner.advice import Question, advise
 from tlora_megatron.planner.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
@@ -271,7 +271,8 @@ def best_plan(
     result = search(spec, jobs, hardware, num_gpus, space)
     if result.best is None:
         reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
-        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
+        question = Question(spec, jobs, hardware, num_gpus, space)
+        advice = advise(question, other_profiles(hardware))
         raise ValueError(
             f"--plan auto must find a plan that fits {num_gpus} x {hardware.gpu}, got none: "
             f"{reasons}. {advice}"
@@ -316,7 +317,8 @@ def best_deployment(
     best = deploy(spec, jobs, hardware, num_gpus, space).best
     if best is None:
         longest = max(job.lengths.longest for job in jobs)
-        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
+        question = Question(spec, jobs, hardware, num_gpus, space)
+        advice = advise(question, other_profiles(hardware))
         raise ValueError(
             f"--replicas any must find replicas for sequences of {longest} tokens on {num_gpus} x "
             f"{hardware.gpu}, got none. Replicas alike: {advice}"
