@@ -35,9 +35,10 @@ from tlora_megatron.cli.train import add_config_arguments
 from tlora_megatron.config.load import load_config
 from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.reader import must
-from tlora_megatron.planner.advice import Advice, Question, advise
+from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
+from tlora_megatron.planner.layouts import Question
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,

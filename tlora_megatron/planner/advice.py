@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from math import isclose
 from typing import Any
 
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.fit import Dropped, Drops, Fit
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question
 from tlora_megatron.planner.search import MOST_GPUS
-from tlora_megatron.planner.workload import JobLoad, longest_of
+from tlora_megatron.planner.workload import longest_of
 
 _GIB = 2.0**30
 _LAYOUT: dict[str, Any] = dict.fromkeys(
@@ -42,17 +41,6 @@ _NAMED = 8
 """Jobs that a sentence names; further ones are counted."""
 SHORTEST = 256
 """Sequences are not proposed to be cut below this length, in tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question to the planner: a base, jobs, a number of GPUs of a kind, and what is fixed."""
-
-    spec: ModelSpec
-    jobs: Sequence[JobLoad]
-    hardware: HardwareProfile
-    num_gpus: int
-    space: SearchSpace = field(default_factory=SearchSpace)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +271,7 @@ class _Hunt:
         vpp_size = question.space.vpp_size or 1
         runs_in = question.space.runs_in or ("train" if vpp_size == 1 else None)
         space = replace(question.space, vpp_size=vpp_size, runs_in=runs_in)
-        fit = Fit(question.spec, question.jobs, question.hardware, space, drops)
+        fit = Fit(replace(question, space=space), drops)
         layouts = fit.layouts.on_all(question.num_gpus)
         plans = chain.from_iterable(fit.plans(layout, most_budgets=1) for layout in layouts)
         plan = next((plan for plan, _ in plans), None)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.layout import RECOMPUTES, LoraSharding
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import sharding_options
 from tlora_megatron.planner.cost.cost_model import CostModel
@@ -23,7 +22,7 @@ from tlora_megatron.planner.cost.memory import (
     most_rows,
 )
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import Layouts, SearchSpace, layout_misfit
+from tlora_megatron.planner.layouts import Layouts, Question, SearchSpace, layout_misfit
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
 from tlora_megatron.planner.workload import JobLoad, longest_of
@@ -203,19 +202,12 @@ BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152
 class Fit:
     """Plans of one mix of jobs that fit into the memory of a machine; `drops` counts the others."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        jobs: Sequence[JobLoad],
-        hardware: HardwareProfile,
-        space: SearchSpace,
-        drops: Drops,
-        rounds: RoundModel | None = None,
-    ) -> None:
-        self.layouts = Layouts(spec, jobs, hardware, space)
-        self._spec, self._jobs, self._hardware, self._space = spec, jobs, hardware, space
-        self._drops, self._rounds = drops, rounds or RoundModel(jobs)
-        self._memory = MemoryModel(spec, jobs, hardware)
+    def __init__(self, question: Question, drops: Drops, rounds: RoundModel | None = None) -> None:
+        self.layouts = Layouts(question)
+        self._spec, self._jobs = question.spec, question.jobs
+        self._hardware, self._space = question.hardware, question.space
+        self._drops, self._rounds = drops, rounds or RoundModel(self._jobs)
+        self._memory = MemoryModel(self._spec, self._jobs, self._hardware)
         self._budgets: dict[tuple[int, int], list[int]] = {}
 
     def plans(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.helpers.planner_case import HARDWARE, LARGE, SPEC, job, memory_use
-from tlora_megatron.planner.advice import Advice, Question, advise, larger_numbers
+from tlora_megatron.planner.advice import Advice, advise, larger_numbers
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.search import search
 from tlora_megatron.planner.workload import LengthHistogram
 

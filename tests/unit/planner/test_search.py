@@ -24,13 +24,13 @@ from tlora_megatron.config.job import HF_TARGETS
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.model.layout import LoraSharding
-from tlora_megatron.planner.advice import Question, advise
+from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.candidate import Plan, misfit
 from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.search import GroupModel, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan

@@ -23,7 +23,7 @@ from tlora_megatron.model.backbone import check_block_sizes, over_base
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.quantisation import base_quantisation
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.planner.advice import Question, advise
+from tlora_megatron.planner.advice import advise
 from tlora_megatron.planner.deploy import RankedDeployment, deploy
 from tlora_megatron.planner.hardware import (
     HardwareProfile,
@@ -31,7 +31,7 @@ from tlora_megatron.planner.hardware import (
     profiles_in,
     shipped_profiles,
 )
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.search import RankedPlan, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
