@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
+from tlora_megatron.config.reader import must, read_file
 from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile, shipped_profiles
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -156,11 +156,7 @@ class ClusterSpec:
 def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
     """Reads a cluster and the profile of its GPUs, or raises a `ConfigError`."""
     path = Path(path)
-    document = read_document(path, "--cluster")
-    try:
-        spec = read_spec(ClusterSpec, document, "cluster")
-    except ConfigError as error:
-        raise ConfigError(f"{error} in {path}") from None
+    spec = read_file(ClusterSpec, path, "cluster", "--cluster")
     profile = find_profile(spec.profile, (path.parent, shipped_profiles()), "cluster.profile")
     if spec.gpus_per_node > profile.gpus_per_node:
         raise must(

@@ -26,8 +26,7 @@ from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import (
     has_experts,
     model_spec,
-    pair_linears,
-    prepare_linear,
+    prepare_linears,
     sharded_spec,
     weight_shape,
 )
@@ -336,15 +335,12 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
         check_base_of_run(DeepSpeedEngine(model, groups), groups, config.run)
     if config.run.run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    linears = tuple(pair_linears(model, spec, groups))
-    for _, module in linears:
-        prepare_linear(module)
     return FrozenBase(
         model=model,
         deepspeed=deepspeed,
         spec=spec,
         groups=groups,
-        linears=linears,
+        linears=prepare_linears(model, spec, groups),
         engine=DeepSpeedEngine(model, groups),
         placement=StatePlacement.over_replicas(
             groups, shards=config.stage > 0, on_cpu=config.offload_optimizer

@@ -271,8 +271,7 @@ class _Hooks:
         return session.train_step(call.proceed)
 
     def _training_log(self, session: Session, call: _Call) -> Any:
-        logged = (call.arguments[name] for name in ("loss_dict", "total_loss_dict", "iteration"))
-        session.before_log(*logged)
+        session.before_log(call.arguments)
         return call.proceed()
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
