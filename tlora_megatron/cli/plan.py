@@ -15,7 +15,6 @@ from tlora_megatron.cli.plan_ranking import (
     PlanInputs,
     print_explanation,
     print_missing,
-    print_other_programs,
     print_recompute,
     print_result,
     print_teams,
@@ -311,8 +310,10 @@ def _show(args: argparse.Namespace, inputs: PlanInputs, result: SearchResult) ->
         print_result(open_console(), result, inputs)
         if advice is not None:
             print_advice(open_console(), advice)
-        if args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec):
-            print_other_programs(open_console(), result)
+        is_open = args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec)
+        if is_open and result.best is not None and "train" in result.best.plan.runs_in:
+            told = "under Megatron-LM's trainer times are others: --runs-in megatron or any"
+            open_console().print(told)
         has_portions = any(job.portion_tokens for job in inputs.config.jobs)
         if inputs.spec.experts is None and not has_portions:
             print_teams(open_console(), result, inputs)

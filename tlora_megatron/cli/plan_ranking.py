@@ -139,12 +139,6 @@ def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]
     return list(best.values())
 
 
-def print_other_programs(console: Console, result: SearchResult) -> None:
-    """Says how the times of another program are asked for, where those of `tlora train` are."""
-    if result.best is not None and "train" in result.best.plan.runs_in:
-        console.print("under Megatron-LM's trainer times are others: --runs-in megatron or any")
-
-
 def print_teams(console: Console, result: SearchResult, inputs: PlanInputs) -> None:
     """Proposes `parallel.cp_by_micro_batch` for the best plan shown that would gain by it."""
     for rank, ranked in _shown_in_train(result, inputs):

@@ -275,8 +275,7 @@ def take_job_defaults(
     nested: dict[str, Any] = {}
     for key, value in fields.items():
         if value != AUTO:
-            group, _, name = key.partition(".")
-            nested.setdefault(group, {})[name] = value
+            _set(nested, key, value)
     return nested, asked, changes
 
 

@@ -267,31 +267,25 @@ _MOST_EMPTY = 1.5
 _TILE = 128
 
 
-class FullSize(NamedTuple):
-    """Size of a round whose micro-batches are all computed whole."""
-
-    micro_batch_tokens: int
-    num_micro_batches: int
-
-
 def full_sizes(
     rounds: RoundModel, jobs: Sequence[JobLoad], layout: Plan, budgets: Sequence[int]
-) -> Iterator[FullSize]:
+) -> list[tuple[int, int]]:
     """Ascending budgets with the numbers of micro-batches that they fill best, each pair once.
 
-    Budgets that just hold all batches come in addition: padding is computed like anything else.
+    All micro-batches are computed whole. Budgets that just hold all batches come in addition:
+    padding is computed like anything else.
     """
     tokens = sum(job.batch_tokens for job in jobs)
-    seen: set[FullSize] = set()
+    seen: set[tuple[int, int]] = set()
     for number, budget in enumerate(budgets):
         wanted = tokens / (budget * layout.dp_size)
         for count in _counts(layout, wanted):
             if number and count > _MOST_EMPTY * wanted:
                 continue
-            seen.add(FullSize(budget, count))
+            seen.add((budget, count))
     if len(budgets) > 1:
         seen.update(_just_enough(rounds, layout, budgets[0]))
-    yield from sorted(seen)
+    return sorted(seen)
 
 
 def _counts(layout: Plan, wanted: float) -> set[int]:
@@ -303,7 +297,7 @@ def _counts(layout: Plan, wanted: float) -> set[int]:
     return counts if layout.pp_size > 1 else counts | {1}
 
 
-def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[FullSize]:
+def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[tuple[int, int]]:
     """Budgets that hold all batches in the mean round, and in every round that was looked at."""
     step = _TILE * layout.tp_size * layout.cp_size
     unit = layout.pp_size
@@ -311,7 +305,7 @@ def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[FullS
         for rows in rounds.rows_for_all(count * layout.dp_size):
             budget = math.ceil(rows / step) * step
             if budget >= least:
-                yield FullSize(budget, count)
+                yield budget, count
 
 
 def _most(layout: Plan) -> int:
