@@ -126,8 +126,7 @@ def one_node(question: Question, ask: Ask, profiles: Sequence[HardwareProfile]) 
     plan = ask(within)
     if plan is not None:
         yield Remedy(f"use the {node} GPUs of a node", within, plan)
-    joined = with_link(question, profiles)
-    yield from _first_that_fits([] if joined is None else [joined], ask)
+    yield from _first_that_fits([with_link(question, profiles)], ask)
 
 
 def _first_that_fits(changes: Iterable[Remedy], ask: Ask) -> Iterator[Remedy]:
@@ -135,11 +134,9 @@ def _first_that_fits(changes: Iterable[Remedy], ask: Ask) -> Iterator[Remedy]:
     yield from islice((change for change in planned if change.plan is not None), 1)
 
 
-def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy | None:
-    """The change that joins nodes, by a profile of the same GPU if one does; None where joined."""
+def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy:
+    """The change that joins nodes that nothing joins, by a profile of the same GPU if one does."""
     hardware = question.hardware
-    if hardware.inter_node is not None:
-        return None
     joining = (p for p in profiles if p.gpu == hardware.gpu and p.inter_node is not None)
     room = hardware.memory_bytes
     known = next((p for p in joining if isclose(p.memory_bytes, room, rel_tol=0.01)), None)
@@ -164,8 +161,10 @@ def more_gpus(
             where = f" ({nodes} nodes)" if nodes > 1 else ""
             yield Remedy(f"use {gpus} GPUs{where}", more, plan)
             return
-    joined = with_link(question, profiles) if question.num_gpus <= hardware.gpus_per_node else None
-    if joined is not None and joined.question.hardware in profiles:
+    if hardware.inter_node is not None or question.num_gpus > hardware.gpus_per_node:
+        return
+    joined = with_link(question, profiles)
+    if joined.question.hardware in profiles:
         node = replace(joined.question, num_gpus=hardware.gpus_per_node)
         for remedy in more_gpus(node, ask):
             yield replace(remedy, text=f"{joined.text}, and {remedy.text}")
@@ -246,8 +245,8 @@ def _pairs(question: Question, ask: Ask, profiles: Sequence[HardwareProfile]) ->
         more = replace(freer, num_gpus=numbers[-1])
         first = f"{freed}use {numbers[-1]} GPUs, and "
         yield from _behind(first, fewer_jobs(more, ask), shorter(more, ask))
-    joined = with_link(freer, profiles)
-    if joined is not None:
+    if freer.hardware.inter_node is None:
+        joined = with_link(freer, profiles)
         yield from _behind(f"{freed}{joined.text}, and ", more_gpus(joined.question, ask))
     for other in roomier(freer, profiles)[-1:]:
         ways = fewer_jobs(other.question, ask), more_gpus(other.question, ask)

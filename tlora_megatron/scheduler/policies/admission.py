@@ -167,18 +167,13 @@ class MemoryDriven(Grouping):
     """Uses free GPUs first; then the host with fewest members that has the memory."""
 
     def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
-        """Adds each job to the first host with room; asks once for all equal jobs."""
-        refused: set[tuple[int, int, bool]] = set()
-        for waiting in hosts.candidates():
-            key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
-            if key in refused:
-                continue
-            wide = [host for host in hosts.of(waiting) if len(host.gpus) >= waiting.job.num_gpus]
+        """Adds each job to the first host with room."""
+
+        def first(waiting: Waiting, groups: list[Group]) -> tuple[Group, Proposal] | bool:
+            wide = [host for host in groups if len(host.gpus) >= waiting.job.num_gpus]
             for host in sorted(wide, key=lambda host: (len(host.members), host.number)):
-                proposal = tentative.with_joining(host, waiting)
-                if proposal is not None:
-                    hosts.mark_changed(tentative.accept(proposal, (host,)))
-                    break
-            else:
-                if tentative.within_quota(waiting):
-                    refused.add(key)
+                if (proposal := tentative.with_joining(host, waiting)) is not None:
+                    return host, proposal
+            return False
+
+        hosts.merge_each(first)

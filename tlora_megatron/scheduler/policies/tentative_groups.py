@@ -6,7 +6,7 @@ Some GPUs are held back: for paused jobs that come back, and for a job that is o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.fleet import Parts, ends_in_bounds, formed, paused, speeds_in_bounds
@@ -287,6 +287,11 @@ class TentativeGroups:
         return found
 
 
+Find = Callable[[Waiting, list[Group]], tuple[Group, Proposal] | bool]
+"""Chooses a job's host and their merge; False if none of the groups can take the job, True if one
+could, and does not."""
+
+
 class Hosts:
     """Jobs that found no GPUs, and groups that may host them, without pairs that were tried."""
 
@@ -318,3 +323,15 @@ class Hosts:
         base = waiting.job.base
         numbers = groups if self.is_new(waiting) else self._changed
         return [groups[n] for n in sorted(numbers) if n in groups and groups[n].base == base]
+
+    def merge_each(self, find: Find) -> None:
+        """Adds each job to the host that `find` gives; asks once for all equal jobs."""
+        refused: set[tuple[int, int, bool]] = set()
+        for waiting in self.candidates():
+            key = (waiting.job.kind, waiting.job.num_gpus, self.is_new(waiting))
+            found = key not in refused and find(waiting, self.of(waiting))
+            if not isinstance(found, bool):
+                host, proposal = found
+                self.mark_changed(self._tentative.accept(proposal, (host,)))
+            elif not found and self._tentative.within_quota(waiting):
+                refused.add(key)

@@ -14,6 +14,7 @@ import heapq
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from tlora_megatron.scheduler.policies.admission import Choose, Grouping, grow, separate, shrink
@@ -205,29 +206,16 @@ class NetBenefit(Grouping):
         grow(tentative)
 
     def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
-        refused: set[tuple[int, int, bool]] = set()
-        candidates = hosts.candidates()
-        if not candidates:
-            return
-        benefit = MergeBenefit(tentative, hosts)
-        for waiting in candidates:
-            key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
-            if key in refused:
-                continue
-            found = self._best_host(tentative, hosts.of(waiting), waiting, benefit)
-            if isinstance(found, bool):
-                if not found and tentative.within_quota(waiting):
-                    refused.add(key)
-                continue
-            host, proposal = found
-            hosts.mark_changed(tentative.accept(proposal, (host,)))
+        if hosts.candidates():
+            benefit = MergeBenefit(tentative, hosts)
+            hosts.merge_each(partial(self._best_host, tentative, benefit))
 
     def _best_host(
         self,
         tentative: TentativeGroups,
-        groups: list[Group],
-        waiting: Waiting,
         benefit: MergeBenefit,
+        waiting: Waiting,
+        groups: list[Group],
     ) -> tuple[Group, Proposal] | bool:
         """The best host and its merge; if no merge pays, whether any host could take the job."""
         best, most, possible = None, 0.0, False
