@@ -128,7 +128,7 @@ def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> A
         return _read_tuple(raw, get_args(hint), path, limits, partial)
     if get_origin(hint) is Literal:
         return _read_choice(raw, get_args(hint), path)
-    value = _SCALARS[hint](raw, path)
+    value: Any = _SCALARS[hint](raw, path)
     for key, holds, words in _LIMITS:
         if key in limits and not holds(value, limits[key]):
             raise must(path, f"be {words} {limits[key]}", value)

@@ -262,11 +262,18 @@ def _expand(part: str, path: str) -> dict[str, Any]:
     if match is None:
         raise must(path, "be replicas like 2xTP2+SP@12288/selective", part, _EXAMPLE)
     found: dict[str, Any] = {"count": int(match["count"] or 1)}
-    for size in match["sizes"].split("+"):
-        for key, value in _read_size(size, path).items():
-            if key in found:
-                raise ConfigError(f"{path} must name each size once, got {part}")
-            found[key] = value
+    for text in match["sizes"].split("+"):
+        size = re.fullmatch(r"([A-Za-z]+)(\d+)", text)
+        value: int | bool = True
+        if text.upper() == "SP":
+            key = "sequence_parallel"
+        elif size is not None and size[1].upper() in _SIZES:
+            key, value = _SIZES[size[1].upper()], int(size[2])
+        else:
+            raise must(path, "name sizes as TPn, PPn, CPn or SP", text, _EXAMPLE)
+        if key in found:
+            raise ConfigError(f"{path} must name each size once, got {part}")
+        found[key] = value
     if match["tokens"]:
         found["micro_batch_tokens"] = int(match["tokens"])
     if match["recompute"]:
@@ -276,15 +283,6 @@ def _expand(part: str, path: str) -> dict[str, Any]:
             raise must(path, rule_, match["recompute"], nearest(match["recompute"], words))
         found["recompute"] = match["recompute"]
     return found
-
-
-def _read_size(text: str, path: str) -> dict[str, Any]:
-    if text.upper() == "SP":
-        return {"sequence_parallel": True}
-    match = re.fullmatch(r"([A-Za-z]+)(\d+)", text)
-    if match is None or match[1].upper() not in _SIZES:
-        raise must(path, "name sizes as TPn, PPn, CPn or SP", text, _EXAMPLE)
-    return {_SIZES[match[1].upper()]: int(match[2])}
 
 
 def short_form(replicas: Sequence[ReplicaSpec]) -> str:

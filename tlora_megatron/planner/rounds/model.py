@@ -231,9 +231,12 @@ class RoundModel:
                 self._flows[key] = fluid_flow(jobs, shape)
             return fluid_rounds(jobs, shape, self._flows[key])
         rounds = max(_FEWEST_ROUNDS, len(jobs))  # every job has the first turn once
-        if _never_waits(jobs, shape.capacity, shape.dp_size * fewest):
+        bins = shape.dp_size * fewest
+        longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
+        if (self._tokens + _SURE * self._deviation) / bins + longest <= shape.capacity:
+            # All batches almost surely fit into every round, so that only lengths vary.
             least = _SEQUENCES_OF_FULL // sequences if shape.fixed and shape.dp_size > 1 else 0
-            whole = self._whole_of(shape.dp_size * fewest, least)
+            whole = self._whole_of(bins, least)
             # With room for all, the capacity does not matter, nor what the bins are.
             if max(rows for _, rows in whole.fullest) <= shape.capacity:
                 return replace(whole, fullest=tuple((fewest, rows) for _, rows in whole.fullest))
@@ -249,14 +252,6 @@ class RoundModel:
             packer = Packer(self._batches, RoundShape(math.inf, bins, 1))
             self._whole[bins, rounds] = packed_rounds(packer, rounds)
         return self._whole[bins, rounds]
-
-
-def _never_waits(jobs: Sequence[JobLoad], capacity: float, bins: int) -> bool:
-    """True if all batches almost surely fit into every round, so that only lengths vary."""
-    mean = sum(job.batch_tokens for job in jobs)
-    spread: float = sum(job.batch_size * job.lengths.variance for job in jobs) ** 0.5
-    longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
-    return (mean + _SURE * spread) / bins + longest <= capacity
 
 
 _STAGE_DEPTH = 4
