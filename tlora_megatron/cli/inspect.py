@@ -254,9 +254,8 @@ def _bad_lines(job: JobSpec) -> Iterator[str]:
 def _parts(sequence: TokenSequence, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """The text of a sequence in parts that are learnt or are not."""
     tokens, learnt = sequence.tokens[:_MOST_TOKENS], sequence.is_target[:_MOST_TOKENS]
-    for is_learnt, own in groupby(
-        zip(tokens.tolist(), learnt.tolist(), strict=True), itemgetter(1)
-    ):
+    pairs = zip(tokens.tolist(), learnt.tolist(), strict=True)
+    for is_learnt, own in groupby(pairs, itemgetter(1)):
         yield {"text": tokenizer.decode([token for token, _ in own]), "learnt": is_learnt}
     if len(sequence.tokens) > _MOST_TOKENS:
         rest = len(sequence.tokens) - _MOST_TOKENS
