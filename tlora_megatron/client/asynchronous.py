@@ -63,11 +63,7 @@ class AsyncClient:
         *,
         disk: bool | None = None,
     ) -> AsyncIterator[Job]:
-        """All jobs in these states (None: in any), the first submitted first.
-
-        Administrators may name another tenant than their own, or `*`. With `disk` jobs say what
-        they have on the service's disk.
-        """
+        """All jobs in these states (None: in any), the first submitted first."""
         after: str | None = None
         while True:
             page = await self._send(calls.page(states, after, calls.PAGE, tenant=tenant, disk=disk))

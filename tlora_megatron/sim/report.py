@@ -23,7 +23,7 @@ from tlora_megatron.page import (
     swatch,
     table,
 )
-from tlora_megatron.sim.ledger import Summary, TimeLine, quantile, spread, time_line
+from tlora_megatron.sim.ledger import TimeLine, quantile, spread, time_line
 from tlora_megatron.sim.study import PolicyRun, Study
 
 if TYPE_CHECKING:
@@ -191,11 +191,11 @@ def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
         "seed": study.options.seed,
     }
     least: Row = {"least_jct_s": _plain(study.least_jct_s)}
-    return [about | {"policy": run.policy} | _rounded(run.summary) | least for run in runs]
-
-
-def _rounded(summary: Summary) -> Row:
-    return {name: _plain(value) for name, value in asdict(summary).items()}
+    rows = []
+    for run in runs:
+        numbers = {name: _plain(value) for name, value in asdict(run.summary).items()}
+        rows.append(about | {"policy": run.policy} | numbers | least)
+    return rows
 
 
 def write_csv(path: str | Path, rows: Sequence[Row]) -> None:

@@ -41,7 +41,6 @@ class LauncherCallbacks(Protocol):
 
     def sharding_resolver(self) -> ShardingResolver:
         """Returns the function that chooses a run's LoRA sharding."""
-        ...
 
     signals: StopSignals
     """The handlers of this process for signals that ask it to stop."""
