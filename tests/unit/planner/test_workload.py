@@ -272,9 +272,7 @@ def sequence_of(rows: int) -> TokenSequence:
 def test_deep_rounds_are_those_of_the_dispatcher() -> None:
     lengths = LengthHistogram.from_counts([(100, 30), (400, 10), (1000, 4), (4000, 1)])
     jobs = [job(f"job{i}", batch_size=12 + 8 * i, lengths=lengths) for i in range(4)]
-    load = timed_load(
-        jobs, Plan(micro_batch_tokens=4096, dp_size=4, round_depth=2), 2e-4, row_multiple=128
-    )
+    load = timed_load(jobs, Plan(micro_batch_tokens=4096, dp_size=4, round_depth=2), 2e-4, 128)
     rates = tuple(ReplicaRate(token_ps=5000, square_ps=1, longest=4096) for _ in range(4))
     rule = RoundRule(rates=rates, depth=2, stages=(1,) * 4)
     tokens = micro_batches = 0
