@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if chosen is None:
         return 1
     if args.explain is not None and not args.json:
-        print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
+        print_explanation(open_console(), chosen, inputs)
     if args.write is not None:
         _write(args, inputs, chosen, slurm)
     return 0

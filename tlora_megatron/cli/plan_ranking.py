@@ -245,11 +245,9 @@ def _print_dropped(console: Console, dropped: Sequence[Dropped]) -> None:
         console.print(f"dropped {rest:,} plans for other reasons (--json lists them)", style="dim")
 
 
-def print_explanation(
-    console: Console, ranked: RankedPlan, jobs: Sequence[JobLoad], hardware: HardwareProfile
-) -> None:
+def print_explanation(console: Console, ranked: RankedPlan, inputs: PlanInputs) -> None:
     """Prints the time of a round and the memory of the fullest GPU as bars, then the jobs."""
-    cost, use = ranked.cost, ranked.memory
+    cost, use, room = ranked.cost, ranked.memory, inputs.hardware.memory_bytes
     console.print(f"\n{ranked.plan.label}")
     load = cost.load
     each = "up to " if load.filled is None else ""
@@ -261,12 +259,11 @@ def print_explanation(
     times = {name: getattr(cost, name) for name in step_terms.TERMS}
     _print_bars(console, times, cost.step_time_s, 1e3, "ms")
     console.print(
-        f"\nmemory of stage {use.stage}: {use.total_bytes / _GIB:.1f} of "
-        f"{hardware.memory_bytes / _GIB:.1f} GiB"
+        f"\nmemory of stage {use.stage}: {use.total_bytes / _GIB:.1f} of {room / _GIB:.1f} GiB"
     )
     sizes = {name: getattr(use, name) for name in memory.TERMS}
-    _print_bars(console, sizes, hardware.memory_bytes, 1 / _GIB, "GiB")
-    _print_jobs(console, cost, jobs)
+    _print_bars(console, sizes, room, 1 / _GIB, "GiB")
+    _print_jobs(console, cost, inputs.jobs)
 
 
 def _print_bars(
