@@ -69,21 +69,14 @@ def _device(device: torch.device, count: int) -> dict[str, Any]:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else f"CPU ({platform.machine()})"
     capability = torch.cuda.get_device_capability(device) if is_gpu else None
+    why_torch = flash4.problem_of(device) or f"{flash4.VARIABLE}=torch"
     return {
         "name": name,
         "count": count,
         "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
         "kernels": [_choice(device, dtype) for dtype in DTYPES],
-        "attention": _attention(device),
+        "attention": flash4.used_on(device) or f"torch (not flash-attn-4: {why_torch})",
     }
-
-
-def _attention(device: torch.device) -> str:
-    """Whose kernels compute the attention of documents, and why."""
-    if found := flash4.used_on(device):
-        return found
-    why = flash4.problem_of(device) or f"{flash4.VARIABLE}=torch"
-    return f"torch (not flash-attn-4: {why})"
 
 
 def _choice(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

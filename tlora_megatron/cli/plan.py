@@ -15,7 +15,6 @@ from tlora_megatron.cli.plan_ranking import (
     PlanInputs,
     print_explanation,
     print_missing,
-    print_other_programs,
     print_recompute,
     print_result,
     print_teams,
@@ -38,6 +37,7 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.planner.advice import Advice, advise
 from tlora_megatron.planner.candidate import is_ours_alone
 from tlora_megatron.planner.deploy import MARGIN, DeploymentResult, RankedDeployment, deploy
+from tlora_megatron.planner.layouts import Question
 from tlora_megatron.planner.search import RankedPlan, SearchResult, search
 from tlora_megatron.runtime.planning.plan_files import (
     KINDS,
@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if chosen is None:
         return 1
     if args.explain is not None and not args.json:
-        print_explanation(open_console(), chosen, inputs.jobs, inputs.hardware)
+        print_explanation(open_console(), chosen, inputs)
     if args.write is not None:
         _write(args, inputs, chosen, slurm)
     return 0
@@ -281,13 +281,13 @@ def _load(args: argparse.Namespace) -> PlanInputs:
 
 def _advice(inputs: PlanInputs) -> Advice:
     """Looks for changes that would make a plan fit, where none does."""
-    return advise(*inputs.asked, other_profiles(inputs.hardware))
+    return advise(Question(*inputs.asked), other_profiles(inputs.hardware))
 
 
 def print_advice(console: Console, advice: Advice, replicas: str = "") -> None:
     """Prints a line for each change that helps the replicas, or why none does."""
     for remedy in advice.remedies:
-        console.print(f"would fit{replicas}: {remedy}")
+        console.print(f"would fit{replicas}: {remedy.text}")
     if advice.why_none:
         console.print(advice.why_none)
 
@@ -297,7 +297,7 @@ def advice_document(advice: Advice | None) -> dict[str, Any]:
     if advice is None:
         return {"would_fit": [], "why_nothing_fits": None}
     return {
-        "would_fit": [str(remedy) for remedy in advice.remedies],
+        "would_fit": [remedy.text for remedy in advice.remedies],
         "why_nothing_fits": advice.why_none or None,
     }
 
@@ -310,8 +310,10 @@ def _show(args: argparse.Namespace, inputs: PlanInputs, result: SearchResult) ->
         print_result(open_console(), result, inputs)
         if advice is not None:
             print_advice(open_console(), advice)
-        if args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec):
-            print_other_programs(open_console(), result)
+        is_open = args.runs_in is None and args.write is None and not is_ours_alone(inputs.spec)
+        if is_open and result.best is not None and "train" in result.best.plan.runs_in:
+            told = "under Megatron-LM's trainer times are others: --runs-in megatron or any"
+            open_console().print(told)
         has_portions = any(job.portion_tokens for job in inputs.config.jobs)
         if inputs.spec.experts is None and not has_portions:
             print_teams(open_console(), result, inputs)

@@ -46,7 +46,6 @@ class PlanInputs:
 
     @property
     def asked(self) -> tuple[ModelSpec, Sequence[JobLoad], HardwareProfile, int, SearchSpace]:
-        """The question to the planner."""
         return self.spec, self.jobs, self.hardware, self.num_gpus, self.space
 
 
@@ -138,12 +137,6 @@ def _best_of_layouts(plans: Sequence[RankedPlan]) -> list[tuple[int, RankedPlan]
         kinds = plan.is_even, plan.num_micro_batches is None, plan.ep_size, plan.expert_tp
         best.setdefault((*sizes, *kinds), (rank, ranked))
     return list(best.values())
-
-
-def print_other_programs(console: Console, result: SearchResult) -> None:
-    """Says how the times of another program are asked for, where those of `tlora train` are."""
-    if result.best is not None and "train" in result.best.plan.runs_in:
-        console.print("under Megatron-LM's trainer times are others: --runs-in megatron or any")
 
 
 def print_teams(console: Console, result: SearchResult, inputs: PlanInputs) -> None:
@@ -252,11 +245,9 @@ def _print_dropped(console: Console, dropped: Sequence[Dropped]) -> None:
         console.print(f"dropped {rest:,} plans for other reasons (--json lists them)", style="dim")
 
 
-def print_explanation(
-    console: Console, ranked: RankedPlan, jobs: Sequence[JobLoad], hardware: HardwareProfile
-) -> None:
+def print_explanation(console: Console, ranked: RankedPlan, inputs: PlanInputs) -> None:
     """Prints the time of a round and the memory of the fullest GPU as bars, then the jobs."""
-    cost, use = ranked.cost, ranked.memory
+    cost, use, room = ranked.cost, ranked.memory, inputs.hardware.memory_bytes
     console.print(f"\n{ranked.plan.label}")
     load = cost.load
     each = "up to " if load.filled is None else ""
@@ -268,12 +259,11 @@ def print_explanation(
     times = {name: getattr(cost, name) for name in step_terms.TERMS}
     _print_bars(console, times, cost.step_time_s, 1e3, "ms")
     console.print(
-        f"\nmemory of stage {use.stage}: {use.total_bytes / _GIB:.1f} of "
-        f"{hardware.memory_bytes / _GIB:.1f} GiB"
+        f"\nmemory of stage {use.stage}: {use.total_bytes / _GIB:.1f} of {room / _GIB:.1f} GiB"
     )
     sizes = {name: getattr(use, name) for name in memory.TERMS}
-    _print_bars(console, sizes, hardware.memory_bytes, 1 / _GIB, "GiB")
-    _print_jobs(console, cost, jobs)
+    _print_bars(console, sizes, room, 1 / _GIB, "GiB")
+    _print_jobs(console, cost, inputs.jobs)
 
 
 def _print_bars(

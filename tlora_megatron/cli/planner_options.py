@@ -72,21 +72,20 @@ def planned_overrides(args: argparse.Namespace, config: RunConfig) -> list[str]:
     lengths = None if args.lengths is None else parse_lengths(args.lengths)
     if args.replicas == "any":
         chosen = best_deployment(config, num_gpus, hardware, lengths)
-        if global_rank() == 0:
-            open_console(stderr=True).print(
-                f"plan: {chosen.label}; {chosen.gap:.1%} over the bound of all deployments "
-                f"(profile {hardware.name}, {hardware.source} {hardware.date})"
-            )
-        return deployment_overrides(config, chosen)
-    best = best_plan(config, num_gpus, hardware, lengths)
-    if global_rank() == 0:
-        open_console(stderr=True).print(
-            f"plan: {best.plan.label}; {best.cost.tokens_per_s:,.0f} tokens/s and "
-            f"{best.memory.total_bytes / 2**30:.1f} GiB predicted (profile {hardware.name}, "
-            f"{hardware.source} {hardware.date})"
+        told = f"{chosen.label}; {chosen.gap:.1%} over the bound of all deployments"
+        overrides = deployment_overrides(config, chosen)
+    else:
+        best = best_plan(config, num_gpus, hardware, lengths)
+        gib = best.memory.total_bytes / 2**30
+        told = (
+            f"{best.plan.label}; {best.cost.tokens_per_s:,.0f} tokens/s and {gib:.1f} GiB predicted"
         )
-    has_experts = base_shape(config.base_model).experts is not None
-    return overrides_of(config, best.plan, has_experts=has_experts)
+        has_experts = base_shape(config.base_model).experts is not None
+        overrides = overrides_of(config, best.plan, has_experts=has_experts)
+    if global_rank() == 0:
+        profile = f"profile {hardware.name}, {hardware.source} {hardware.date}"
+        open_console(stderr=True).print(f"plan: {told} ({profile})")
+    return overrides
 
 
 _FLAGS = {

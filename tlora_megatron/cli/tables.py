@@ -153,10 +153,9 @@ def print_config(console: Console, config: RunConfig) -> None:
 def _quantization(config: RunConfig) -> str | None:
     """Says how the base is quantised; None if it is not."""
     base = config.base_model
-    config_json = Path(base.path) / "config.json" if base.path else Path(str(base.config))
-    if base.quantization is None and read_published_format(config_json) is None:
+    if base.quantization is None and read_published_format(base.config_file) is None:
         return None
-    spec = read_model_spec(config_json)
+    spec = read_model_spec(base.config_file)
     found = base_quantisation(base, spec)
     return None if found is None else found.describe(spec)
 

@@ -12,15 +12,6 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from tlora_megatron.client import calls, values
-from tlora_megatron.client.calls import (
-    FAILURES,
-    Attempts,
-    Call,
-    EventReader,
-    check_address,
-    connection,
-    refusal,
-)
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 from tlora_megatron.config.job_rows import Acted, Action
 
@@ -38,9 +29,9 @@ class AsyncClient:
         retries: int = 5,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        self.address = check_address(address)
+        self.address = calls.check_address(address)
         self._retries = retries
-        self._http = httpx.AsyncClient(**connection(self.address, token), transport=transport)
+        self._http = httpx.AsyncClient(**calls.connection(self.address, token), transport=transport)
 
     async def submit(
         self, document: Mapping[str, Any] | str, *, key: str | None = None
@@ -72,11 +63,7 @@ class AsyncClient:
         *,
         disk: bool | None = None,
     ) -> AsyncIterator[Job]:
-        """All jobs in these states (None: in any), the first submitted first.
-
-        Administrators may name another tenant than their own, or `*`. With `disk` jobs say what
-        they have on the service's disk.
-        """
+        """All jobs in these states (None: in any), the first submitted first."""
         after: str | None = None
         while True:
             page = await self._send(calls.page(states, after, calls.PAGE, tenant=tenant, disk=disk))
@@ -132,7 +119,7 @@ class AsyncClient:
         self, name: str, *, after: str | None = None, follow: bool = True
     ) -> AsyncIterator[Event]:
         """Tells what happened to a job and its steps, and what comes, until it is over."""
-        reader = EventReader(self.address, self._retries, after)
+        reader = calls.EventReader(self.address, self._retries, after)
         job = (await self.job(name)).id  # a name may come to mean another job
         while True:
             call = calls.events(job, reader.last, follow=follow)
@@ -143,7 +130,7 @@ class AsyncClient:
                             yield event
                 if not follow or reader.is_over or (await self.job(job)).state.is_over:
                     return
-            except FAILURES as error:
+            except calls.FAILURES as error:
                 reader.cut(error)
             await asyncio.sleep(reader.pause_s())
 
@@ -193,14 +180,14 @@ class AsyncClient:
         await self.close()
 
     @asynccontextmanager
-    async def _open(self, call: Call[Any], **options: Any) -> AsyncIterator[httpx.Response]:
+    async def _open(self, call: calls.Call[Any], **options: Any) -> AsyncIterator[httpx.Response]:
         async with self._http.stream(**call.words(), **options) as answer:
             if answer.is_error:
                 await answer.aread()
-                raise refusal(answer)
+                raise calls.refusal(answer)
             yield answer
 
-    async def _send(self, call: Call[T]) -> T:
+    async def _send(self, call: calls.Call[T]) -> T:
         async def send() -> httpx.Response:
             return await self._http.request(**call.words())
 
@@ -208,12 +195,12 @@ class AsyncClient:
 
     async def _answer(self, send: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         """The answer, after as many attempts as it takes."""
-        attempts = Attempts(self.address, self._retries)
+        attempts = calls.Attempts(self.address, self._retries)
         while True:
             try:
                 answer = await send()
                 if answer.is_error:
-                    raise refusal(answer)
+                    raise calls.refusal(answer)
                 return answer
-            except FAILURES as error:
+            except calls.FAILURES as error:
                 await asyncio.sleep(attempts.pause_s(error))

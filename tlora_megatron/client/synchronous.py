@@ -12,15 +12,6 @@ from typing import Any, Self, TypeVar
 import httpx
 
 from tlora_megatron.client import calls, values
-from tlora_megatron.client.calls import (
-    FAILURES,
-    Attempts,
-    Call,
-    EventReader,
-    check_address,
-    connection,
-    refusal,
-)
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 from tlora_megatron.config.job_rows import Acted, Action
 
@@ -45,9 +36,9 @@ class Client:
         retries: int = 5,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self.address = check_address(address)
+        self.address = calls.check_address(address)
         self._retries = retries
-        self._http = httpx.Client(**connection(self.address, token), transport=transport)
+        self._http = httpx.Client(**calls.connection(self.address, token), transport=transport)
 
     def submit(self, document: Mapping[str, Any] | str, *, key: str | None = None) -> Submitted:
         """Submits the jobs of a document, all or none.
@@ -148,7 +139,7 @@ class Client:
             after: `id` of the last event that is known.
             follow: False = what there is now.
         """
-        reader = EventReader(self.address, self._retries, after)
+        reader = calls.EventReader(self.address, self._retries, after)
         job = self.job(name).id  # a name may come to mean another job
         while True:
             call = calls.events(job, reader.last, follow=follow)
@@ -157,7 +148,7 @@ class Client:
                     yield from filter(None, map(reader.feed, answer.iter_lines()))
                 if not follow or reader.is_over or self.job(job).state.is_over:
                     return
-            except FAILURES as error:
+            except calls.FAILURES as error:
                 reader.cut(error)
             time.sleep(reader.pause_s())
 
@@ -207,14 +198,14 @@ class Client:
         self.close()
 
     @contextmanager
-    def _open(self, call: Call[Any], **options: Any) -> Iterator[httpx.Response]:
+    def _open(self, call: calls.Call[Any], **options: Any) -> Iterator[httpx.Response]:
         with self._http.stream(**call.words(), **options) as answer:
             if answer.is_error:
                 answer.read()
-                raise refusal(answer)
+                raise calls.refusal(answer)
             yield answer
 
-    def _send(self, call: Call[T]) -> T:
+    def _send(self, call: calls.Call[T]) -> T:
         def send() -> httpx.Response:
             return self._http.request(**call.words())
 
@@ -222,12 +213,12 @@ class Client:
 
     def _answer(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         """The answer, after as many attempts as it takes."""
-        attempts = Attempts(self.address, self._retries)
+        attempts = calls.Attempts(self.address, self._retries)
         while True:
             try:
                 answer = send()
                 if answer.is_error:
-                    raise refusal(answer)
+                    raise calls.refusal(answer)
                 return answer
-            except FAILURES as error:
+            except calls.FAILURES as error:
                 time.sleep(attempts.pause_s(error))

@@ -45,8 +45,6 @@ class Job(ShownJob):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submitted:
-    """The outcome of a submit."""
-
     jobs: tuple[Job, ...]
     is_new: bool
     """False: the same key came before, and these are its jobs."""
@@ -58,8 +56,6 @@ class Submitted:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """A page of jobs."""
-
     jobs: tuple[Job, ...]
     next: str | None
     """`after` of the next page; None behind the last one."""

@@ -17,8 +17,8 @@ from tlora_megatron.config.parallel_rules import (
     settle_deterministic,
     settle_replicas,
 )
-from tlora_megatron.config.reader import must, read_document, read_spec, unknown
-from tlora_megatron.config.rules import KNOWN_TARGETS, refuse_driven, resolve
+from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec, unknown
+from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (
     expand_short_form,
@@ -82,14 +82,13 @@ def read_config(
         base_model: replaces the section `base_model`, which may then be absent.
     """
     base_model, parallel, run = _read_sections(document, SECTIONS, folder, output_dir, base_model)
-    _check_portion(run.portion_tokens, run, "run")
     jobs, errors = read_jobs(
         document,
         folder,
         targets,
         skip=run.on_job_error == "skip",
         files_may_be_missing=files_may_be_missing,
-        settle=partial(_with_data_and_portions, run),
+        settle=partial(_with_portions, run),
     )
     config = RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
@@ -134,8 +133,7 @@ def fit_job(job: JobSpec, config: RunConfig, *, may_be_driven: bool = False) -> 
     Raises:
         ConfigError: naming the job and what the super-model cannot keep.
     """
-    fit = _with_portions if may_be_driven else _with_data_and_portions
-    job = fit(config.run, job, f"job {job.name}")
+    job = _with_portions(config.run, job, f"job {job.name}", may_be_driven=may_be_driven)
     return _settled(replace(config, jobs=(job,))).jobs[0]
 
 
@@ -216,15 +214,15 @@ def _check_portion(portion_tokens: int | None, run: RunSpec, path: str) -> None:
         raise must(f"{path}.portion_tokens", limit, portion_tokens)
 
 
-def _with_data_and_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
-    """Refuses a job that waits for a client."""
-    if job.driven:
-        raise refuse_driven(job.name)
-    return _with_portions(run, job, path)
-
-
-def _with_portions(run: RunSpec, job: JobSpec, path: str) -> JobSpec:
-    """Gives a job the run's portions unless it has its own."""
+def _with_portions(
+    run: RunSpec, job: JobSpec, path: str, *, may_be_driven: bool = False
+) -> JobSpec:
+    """Gives a job the run's portions unless it has its own; refuses one without a client."""
+    if job.driven and not may_be_driven:
+        raise ConfigError(
+            f"driven of job {job.name!r} must be false here: its client asks a service, "
+            "`tlora serve`"
+        )
     _check_portion(job.portion_tokens, run, path)
     return replace(job, portion_tokens=job.portion_tokens or run.portion_tokens)
 

@@ -220,7 +220,15 @@ def settle_deterministic(config: RunConfig) -> RunConfig:
         why = "a number: each number of nano-batches sums in its own order"
         raise must("run.nano_batches", f"be {why} (run.deterministic)", "auto", "give 1 or 2")
     for layout in parallel.replicas or (parallel,):
-        _check_deterministic_layout(layout)
+        if layout.cp_size > 1:
+            why = "ranks share sequences by row number, which neighbours move"
+            rule = f"be 1 with run.deterministic: {why}"
+            remedy = "take pp_size, or recompute, for long sequences"
+            raise must("parallel.cp_size", rule, layout.cp_size, remedy)
+        if layout.tp_size > MOST_TP:
+            why = "sums over more ranks depend on a row's place"
+            rule = f"be at most {MOST_TP} with run.deterministic: {why}"
+            raise must("parallel.tp_size", rule, layout.tp_size, "take pp_size, or recompute")
     least = min((spec.micro_batch_tokens or 0 for spec in parallel.replicas or ()), default=0)
     tokens = least or run.micro_batch_tokens
     jobs = tuple(
@@ -230,18 +238,6 @@ def settle_deterministic(config: RunConfig) -> RunConfig:
     if parallel.most_tp > 1:
         parallel = replace(parallel, lora_sharding=_exact_sharding(parallel))
     return replace(config, parallel=parallel, jobs=jobs)
-
-
-def _check_deterministic_layout(parallel: ParallelSpec | ReplicaSpec) -> None:
-    if parallel.cp_size > 1:
-        why = "ranks share sequences by row number, which neighbours move"
-        rule = f"be 1 with run.deterministic: {why}"
-        remedy = "take pp_size, or recompute, for long sequences"
-        raise must("parallel.cp_size", rule, parallel.cp_size, remedy)
-    if parallel.tp_size > MOST_TP:
-        why = "sums over more ranks depend on a row's place"
-        rule = f"be at most {MOST_TP} with run.deterministic: {why}"
-        raise must("parallel.tp_size", rule, parallel.tp_size, "take pp_size, or recompute")
 
 
 def exact_shardings(sequence_parallel: bool) -> tuple[Literal["fold", "s_lora"], ...]:

@@ -133,8 +133,12 @@ def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> A
         return _read_tuple(raw, get_args(hint), path, limits, partial)
     if _origin(hint) is Literal:
         return _read_choice(raw, get_args(hint), path)
-    value = _SCALARS[hint](raw, path)
-    _check_limits(value, limits, path)
+    value: Any = _SCALARS[hint](raw, path)
+    for key, holds, words in _LIMITS:
+        if key in limits and not holds(value, limits[key]):
+            raise must(path, f"be {words} {limits[key]}", value)
+    if limits.get("nonempty") and value == "":
+        raise must(path, "not be empty", value)
     return value
 
 
@@ -204,14 +208,6 @@ def _read_float(raw: Any, path: str) -> float:
 _SCALARS = {str: _read_str, bool: _read_bool, int: _read_int, float: _read_float}
 
 
-def _check_limits(value: Any, limits: Any, path: str) -> None:
-    for key, holds, words in _LIMITS:
-        if key in limits and not holds(value, limits[key]):
-            raise must(path, f"be {words} {limits[key]}", value)
-    if limits.get("nonempty") and value == "":
-        raise must(path, "not be empty", value)
-
-
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
@@ -253,6 +249,15 @@ def read_document(
     for override in overrides:
         apply_override(document, override)
     return document
+
+
+def read_file(kind: type[T], path: Path, section: str, name: str) -> T:
+    """Reads a file that is one section, as `read_document` and `read_spec` do; errors name it."""
+    document = read_document(path, name)
+    try:
+        return read_spec(kind, document, section)
+    except ConfigError as error:
+        raise ConfigError(f"{error} in {path}") from None
 
 
 def parse_document(content: bytes, what: str, *, is_json: bool) -> dict[str, Any]:

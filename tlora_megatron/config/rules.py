@@ -42,7 +42,7 @@ _FUSED = {"linear_qkv": "q_proj, k_proj and v_proj", "linear_fc1": "gate_proj an
 """Fused targets and the single modules to name instead; a block belongs to one module."""
 NO_DATA = "(none: a client sends it)"
 """The value of `data.train` of a job that has no data."""
-_LEFT_OUT_IF_DRIVEN = (
+LEFT_OUT_IF_DRIVEN = (
     "data",
     "max_steps",
     "epochs",
@@ -163,23 +163,11 @@ def either_of(numbers: Iterable[int]) -> str:
 
 def fill_driven(entry: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Returns a driven job's entry with values where others have data; refuses data."""
-    for key in _LEFT_OUT_IF_DRIVEN:
+    for key in LEFT_OUT_IF_DRIVEN:
         if entry.get(key) is not None:
             why = "a client sends what it is to be"
             raise must(f"{path}.{key}", "be left out of a driven job", entry[key], why)
     return {**entry, "data": {"train": NO_DATA}}
-
-
-def without_filled(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entry of a driven job from all of its values: what `fill_driven` takes."""
-    return {key: value for key, value in document.items() if key not in _LEFT_OUT_IF_DRIVEN}
-
-
-def refuse_driven(name: str) -> ConfigError:
-    """The error for a driven job where there is no client."""
-    return ConfigError(
-        f"driven of job {name!r} must be false here: its client asks a service, `tlora serve`"
-    )
 
 
 def portion_of(

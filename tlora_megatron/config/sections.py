@@ -17,13 +17,13 @@ from tlora_megatron.config.job import HF_TARGETS, JobSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
+    LEFT_OUT_IF_DRIVEN,
     check_job,
     existing_file,
     fill_driven,
     is_usable_name,
     resolve,
     resolve_job_paths,
-    without_filled,
 )
 from tlora_megatron.config.schema import (
     EMBEDDING,
@@ -150,7 +150,8 @@ def read_job(
 def job_to_dict(job: JobSpec) -> dict[str, Any]:
     """Plain values from which `read_job` reads the same job."""
     document: dict[str, Any] = plain(job)
-    return without_filled(document) if job.driven else document
+    left_out = LEFT_OUT_IF_DRIVEN if job.driven else ()
+    return {key: value for key, value in document.items() if key not in left_out}
 
 
 def read_jobs(
@@ -269,11 +270,18 @@ def _expand(part: str, path: str) -> dict[str, Any]:
     if match is None:
         raise must(path, "be replicas like 2xTP2+SP@12288/selective", part, _EXAMPLE)
     found: dict[str, Any] = {"count": int(match["count"] or 1)}
-    for size in match["sizes"].split("+"):
-        for key, value in _read_size(size, path).items():
-            if key in found:
-                raise ConfigError(f"{path} must name each size once, got {part}")
-            found[key] = value
+    for text in match["sizes"].split("+"):
+        size = re.fullmatch(r"([A-Za-z]+)(\d+)", text)
+        value: int | bool = True
+        if text.upper() == "SP":
+            key = "sequence_parallel"
+        elif size is not None and size[1].upper() in _SIZES:
+            key, value = _SIZES[size[1].upper()], int(size[2])
+        else:
+            raise must(path, "name sizes as TPn, PPn, CPn or SP", text, _EXAMPLE)
+        if key in found:
+            raise ConfigError(f"{path} must name each size once, got {part}")
+        found[key] = value
     if match["tokens"]:
         found["micro_batch_tokens"] = int(match["tokens"])
     if match["recompute"]:
@@ -283,15 +291,6 @@ def _expand(part: str, path: str) -> dict[str, Any]:
             raise must(path, rule_, match["recompute"], nearest(match["recompute"], words))
         found["recompute"] = match["recompute"]
     return found
-
-
-def _read_size(text: str, path: str) -> dict[str, Any]:
-    if text.upper() == "SP":
-        return {"sequence_parallel": True}
-    match = re.fullmatch(r"([A-Za-z]+)(\d+)", text)
-    if match is None or match[1].upper() not in _SIZES:
-        raise must(path, "name sizes as TPn, PPn, CPn or SP", text, _EXAMPLE)
-    return {_SIZES[match[1].upper()]: int(match[2])}
 
 
 def short_form(replicas: Sequence[ReplicaSpec]) -> str:

@@ -8,13 +8,12 @@ from itertools import chain, islice
 from math import isclose
 from typing import Any
 
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.fit import Dropped, Drops, Fit
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question
 from tlora_megatron.planner.search import MOST_GPUS
-from tlora_megatron.planner.workload import JobLoad, longest_of
+from tlora_megatron.planner.workload import longest_of
 
 _GIB = 2.0**30
 _LAYOUT: dict[str, Any] = dict.fromkeys(
@@ -44,17 +43,6 @@ SHORTEST = 256
 """Sequences are not proposed to be cut below this length, in tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
-    """A question to the planner: a base, jobs, a number of GPUs of a kind, and what is fixed."""
-
-    spec: ModelSpec
-    jobs: tuple[JobLoad, ...]
-    hardware: HardwareProfile
-    num_gpus: int
-    space: SearchSpace
-
-
 @dataclass(frozen=True, slots=True)
 class Remedy:
     """A change after which a plan fits, or may fit."""
@@ -64,9 +52,6 @@ class Remedy:
     """The question with the change."""
     plan: Plan | None = None
     """A plan that fits then; None: it has not been planned with."""
-
-    def __str__(self) -> str:
-        return self.text
 
 
 Ask = Callable[[Question], Plan | None]
@@ -93,7 +78,7 @@ def fewer_jobs(question: Question, ask: Ask) -> Iterator[Remedy]:
     low, high, found = 0, len(ordered), None
     while low + 1 < high:
         middle = (low + high) // 2
-        fewer = replace(question, jobs=tuple(ordered[:middle]))
+        fewer = replace(question, jobs=ordered[:middle])
         plan = ask(fewer)
         if plan is not None:
             low, found = middle, (fewer, plan)
@@ -115,14 +100,14 @@ def shorter(question: Question, ask: Ask) -> Iterator[Remedy]:
         if length < longest:
             cut = replace(
                 question,
-                jobs=tuple(
+                jobs=[
                     replace(
                         job,
                         lengths=job.lengths.clipped(length),
                         longest_eval=min(job.longest_eval, length),
                     )
                     for job in jobs
-                ),
+                ],
             )
             plan = ask(cut)
             if plan is not None:
@@ -131,9 +116,7 @@ def shorter(question: Question, ask: Ask) -> Iterator[Remedy]:
         length //= 2
 
 
-def one_node(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]
-) -> Iterator[Remedy]:
+def one_node(question: Question, ask: Ask, profiles: Sequence[HardwareProfile]) -> Iterator[Remedy]:
     """Proposes what helps where the GPUs are more than a node has and nothing joins nodes."""
     hardware = question.hardware
     node = hardware.gpus_per_node
@@ -143,8 +126,7 @@ def one_node(
     plan = ask(within)
     if plan is not None:
         yield Remedy(f"use the {node} GPUs of a node", within, plan)
-    joined = with_link(question, profiles)
-    yield from _first_that_fits([] if joined is None else [joined], ask)
+    yield from _first_that_fits([with_link(question, profiles)], ask)
 
 
 def _first_that_fits(changes: Iterable[Remedy], ask: Ask) -> Iterator[Remedy]:
@@ -152,11 +134,9 @@ def _first_that_fits(changes: Iterable[Remedy], ask: Ask) -> Iterator[Remedy]:
     yield from islice((change for change in planned if change.plan is not None), 1)
 
 
-def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy | None:
-    """The change that joins nodes, by a profile of the same GPU if one does; None where joined."""
+def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy:
+    """The change that joins nodes that nothing joins, by a profile of the same GPU if one does."""
     hardware = question.hardware
-    if hardware.inter_node is not None:
-        return None
     joining = (p for p in profiles if p.gpu == hardware.gpu and p.inter_node is not None)
     room = hardware.memory_bytes
     known = next((p for p in joining if isclose(p.memory_bytes, room, rel_tol=0.01)), None)
@@ -169,7 +149,7 @@ def with_link(question: Question, profiles: Iterable[HardwareProfile]) -> Remedy
 
 
 def more_gpus(
-    question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...] = ()
+    question: Question, ask: Ask, profiles: Sequence[HardwareProfile] = ()
 ) -> Iterator[Remedy]:
     """Proposes the next larger number of GPUs that is enough, on `profiles`' networks."""
     hardware = question.hardware
@@ -181,8 +161,10 @@ def more_gpus(
             where = f" ({nodes} nodes)" if nodes > 1 else ""
             yield Remedy(f"use {gpus} GPUs{where}", more, plan)
             return
-    joined = with_link(question, profiles) if question.num_gpus <= hardware.gpus_per_node else None
-    if joined is not None and joined.question.hardware in profiles:
+    if hardware.inter_node is not None or question.num_gpus > hardware.gpus_per_node:
+        return
+    joined = with_link(question, profiles)
+    if joined.question.hardware in profiles:
         node = replace(joined.question, num_gpus=hardware.gpus_per_node)
         for remedy in more_gpus(node, ask):
             yield replace(remedy, text=f"{joined.text}, and {remedy.text}")
@@ -200,7 +182,7 @@ def larger_numbers(num_gpus: int, hardware: HardwareProfile) -> Iterator[int]:
             yield nodes * node
 
 
-def roomier(question: Question, profiles: tuple[HardwareProfile, ...]) -> list[Remedy]:
+def roomier(question: Question, profiles: Sequence[HardwareProfile]) -> list[Remedy]:
     """Changes to machines with larger GPUs, the smallest of these first."""
     larger = [p for p in profiles if p.memory_bytes > question.hardware.memory_bytes]
     return [
@@ -225,29 +207,15 @@ class Advice:
     def __str__(self) -> str:
         if self.why_none:
             return self.why_none
-        return f"What would fit: {'; or '.join(map(str, self.remedies))}"
+        return f"What would fit: {'; or '.join(own.text for own in self.remedies)}"
 
 
-def advise(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    space: SearchSpace | None = None,
-    profiles: Sequence[HardwareProfile] = (),
-) -> Advice:
+def advise(question: Question, machines: Sequence[HardwareProfile] = ()) -> Advice:
     """Looks for changes that make a plan fit, or two together; each one has been planned with.
 
-    `profiles` are other machines that may be proposed. Raises `ValueError` as `search` does.
+    `machines` are others that may be proposed. Raises `ValueError` as `search` does.
     """
-    question = Question(
-        spec=spec,
-        jobs=tuple(jobs),
-        hardware=hardware,
-        num_gpus=num_gpus,
-        space=space or SearchSpace(),
-    )
-    hunt, machines = _Hunt(), tuple(profiles)
+    hunt = _Hunt()
     # The smallest change of each kind that is enough, the cheapest kind first.
     single = chain(
         other_choices(question, hunt.ask),
@@ -261,7 +229,7 @@ def advise(
     return Advice(found, "" if found else _why_none(question, machines, hunt))
 
 
-def _pairs(question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]) -> Iterator[Remedy]:
+def _pairs(question: Question, ask: Ask, profiles: Sequence[HardwareProfile]) -> Iterator[Remedy]:
     """Two changes that are enough together, beside the planner's own choice of all it may choose.
 
     Of numbers of GPUs the largest within three steps is tried, of machines the one with most room.
@@ -277,8 +245,8 @@ def _pairs(question: Question, ask: Ask, profiles: tuple[HardwareProfile, ...]) 
         more = replace(freer, num_gpus=numbers[-1])
         first = f"{freed}use {numbers[-1]} GPUs, and "
         yield from _behind(first, fewer_jobs(more, ask), shorter(more, ask))
-    joined = with_link(freer, profiles)
-    if joined is not None:
+    if freer.hardware.inter_node is None:
+        joined = with_link(freer, profiles)
         yield from _behind(f"{freed}{joined.text}, and ", more_gpus(joined.question, ask))
     for other in roomier(freer, profiles)[-1:]:
         ways = fewer_jobs(other.question, ask), more_gpus(other.question, ask)
@@ -302,7 +270,7 @@ class _Hunt:
         vpp_size = question.space.vpp_size or 1
         runs_in = question.space.runs_in or ("train" if vpp_size == 1 else None)
         space = replace(question.space, vpp_size=vpp_size, runs_in=runs_in)
-        fit = Fit(question.spec, question.jobs, question.hardware, space, drops)
+        fit = Fit(replace(question, space=space), drops)
         layouts = fit.layouts.on_all(question.num_gpus)
         plans = chain.from_iterable(fit.plans(layout, most_budgets=1) for layout in layouts)
         plan = next((plan for plan, _ in plans), None)

@@ -66,14 +66,11 @@ the median of measured cells and by 6 % at most (docs/lora_sharding.md); fold ex
 
 
 class ShardingChoice(NamedTuple):
-    """The sharding of a run and the reason for it."""
-
     sharding: LoraSharding
     reason: str
 
     @property
     def line(self) -> str:
-        """The choice as a line for the log."""
         return f"parallel.lora_sharding: {self.sharding} ({self.reason})"
 
 

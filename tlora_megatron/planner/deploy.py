@@ -28,7 +28,7 @@ from tlora_megatron.planner.deploy_kinds import (
 )
 from tlora_megatron.planner.deploy_sampled import Replicas, Sampled, sample_rounds
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.workload import JobLoad, check_jobs, longest_of
 
 _EXACT = 32
@@ -213,8 +213,6 @@ _ALIKE, _UNLIKE = 3, 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedDeployment:
-    """A deployment with its predicted speed."""
-
     deployment: Deployment
     replicas: Replicas
     fluid_s: float
@@ -281,7 +279,7 @@ def deploy(
     if num_gpus < 1:
         raise ValueError(f"num_gpus must be at least 1, got {num_gpus}")
     space = space or SearchSpace()
-    kinds, by_rows = all_kinds(spec, jobs, hardware, num_gpus, space)
+    kinds, by_rows = all_kinds(Question(spec, jobs, hardware, num_gpus, space))
     classes, longest = length_classes(jobs), longest_of(jobs)
     most = space.micro_batch_tokens or most_rows(longest)
     one_tp = bool(spec.fp8_linears) or any(job.num_blocks > 1 for job in jobs)

@@ -16,13 +16,12 @@ from tlora_megatron.config.schema import shared_fields
 from tlora_megatron.model.dispatch import ReplicaRate
 from tlora_megatron.model.layout import RECOMPUTES, ReplicaLayout
 from tlora_megatron.model.micro_batches import cut
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import CurveModel, ReplicaCurve, recompute_for_rows
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.fit import BUDGETS
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.workload import JobLoad, longest_of
 
 _SIZES = (1, 2, 4, 8)
@@ -59,7 +58,6 @@ class Kind:
 
     @property
     def layout(self) -> ReplicaLayout:
-        """The layout as a deployment holds it."""
         return ReplicaLayout(**shared_fields(self.plan, ReplicaLayout))
 
     @property
@@ -124,24 +122,20 @@ def classes_of(counts: Iterable[tuple[int, float]]) -> list[LengthClass]:
     return classes
 
 
-def all_kinds(
-    spec: ModelSpec,
-    jobs: Sequence[JobLoad],
-    hardware: HardwareProfile,
-    num_gpus: int,
-    space: SearchSpace,
-) -> tuple[list[Kind], list[Kind]]:
+def all_kinds(question: Question) -> tuple[list[Kind], list[Kind]]:
     """The kinds that fit into memory, of each layout and recompute those of the largest budgets.
 
     The second list has those with `run.recompute: auto`, where that leaves a choice; replicas of
     these are alike.
     """
+    spec, jobs = question.spec, question.jobs
+    hardware, space = question.hardware, question.space
     memory = MemoryModel(spec, jobs, hardware)
     curves = CurveModel(spec, jobs, hardware)
     recomputes = RECOMPUTES if space.recompute is None else (space.recompute,)
     longest = longest_of(jobs)
     most, found, by_rows = most_rows(longest), list[Kind](), list[Kind]()
-    for layout in _layouts(hardware, num_gpus):
+    for layout in _layouts(hardware, question.num_gpus):
         if not space.allows(layout) or job_misfit(jobs, layout) is not None:
             continue
         for recompute in recomputes:
@@ -233,8 +227,6 @@ class Prices(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The work divided among replicas."""
-
     makespan_s: float
     """Time of the kind that ends last."""
     prices: Prices

@@ -18,7 +18,6 @@ from tlora_megatron.planner.choices import CurveModel, replica_rate
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.deploy_kinds import (
     Kind,
-    LengthClass,
     classes_of,
     divide,
     kind_by_rows,
@@ -36,8 +35,6 @@ _PICO = 1e-12
 
 
 class Sampled(NamedTuple):
-    """The outcome of some rounds."""
-
     busy_share: float
     """Share of all GPUs' time in which they compute, instead of waiting for the slowest replica."""
     efficiency: float
@@ -48,8 +45,6 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicas:
-    """The number of replicas of each kind."""
-
     kinds: tuple[Kind, ...]
     counts: tuple[int, ...]
 
@@ -58,10 +53,6 @@ class Replicas:
         """The kind of every replica."""
         pairs = zip(self.kinds, self.counts, strict=True)
         return [kind for kind, count in pairs for _ in range(count)]
-
-    def fluid_s(self, classes: Sequence[LengthClass]) -> float:
-        """Time of the work if sequences could be divided."""
-        return divide([kind.seconds(classes) for kind in self.kinds], self.counts).makespan_s
 
 
 def sample_rounds(jobs: Sequence[JobLoad], replicas: Replicas) -> Sampled | None:
@@ -104,7 +95,9 @@ def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds:
         ends = [kind.round_ps(rows) for kind, rows in zip(each, own, strict=True)]
         time_ps += max(ends)
         busy_ps += sum(end * g for end, g in zip(ends, gpus, strict=True))
-    fluid_s = replicas.fluid_s(classes_of([(n, 1.0) for n in drawn]))
+    classes = classes_of([(n, 1.0) for n in drawn])
+    costs = [kind.seconds(classes) for kind in replicas.kinds]
+    fluid_s = divide(costs, replicas.counts).makespan_s
     return Sampled(
         busy_share=busy_ps / (time_ps * sum(gpus)),
         efficiency=fluid_s / (time_ps * _PICO),

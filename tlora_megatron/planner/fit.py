@@ -9,9 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tlora_megatron.config.schema import Recompute
 from tlora_megatron.model.layout import RECOMPUTES, LoraSharding
-from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.candidate import Plan, chunk_multiple, job_misfit, misfit
 from tlora_megatron.planner.choices import sharding_options
 from tlora_megatron.planner.cost.cost_model import CostModel
@@ -23,7 +21,7 @@ from tlora_megatron.planner.cost.memory import (
     most_rows,
 )
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import Layouts, SearchSpace, layout_misfit
+from tlora_megatron.planner.layouts import Layouts, Question, SearchSpace, layout_misfit
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.rounds.model import RoundModel, full_sizes
 from tlora_megatron.planner.workload import JobLoad, longest_of
@@ -203,20 +201,15 @@ BUDGETS = (1024, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152
 class Fit:
     """Plans of one mix of jobs that fit into the memory of a machine; `drops` counts the others."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        jobs: Sequence[JobLoad],
-        hardware: HardwareProfile,
-        space: SearchSpace,
-        drops: Drops,
-        rounds: RoundModel | None = None,
-    ) -> None:
-        self.layouts = Layouts(spec, jobs, hardware, space)
-        self._spec, self._jobs, self._hardware, self._space = spec, jobs, hardware, space
-        self._drops, self._rounds = drops, rounds or RoundModel(jobs)
-        self._memory = MemoryModel(spec, jobs, hardware)
+    def __init__(self, question: Question, drops: Drops, rounds: RoundModel | None = None) -> None:
+        self.layouts = Layouts(question)
+        self._spec, self._jobs = question.spec, question.jobs
+        self._hardware, self._space = question.hardware, question.space
+        self._drops, self._rounds = drops, rounds or RoundModel(self._jobs)
+        self._memory = MemoryModel(self._spec, self._jobs, self._hardware)
         self._budgets: dict[tuple[int, int], list[int]] = {}
+        asked = self._space.recompute
+        self._recomputes = RECOMPUTES if asked is None else (asked,)
 
     def plans(
         self, layout: Plan, most_budgets: int | None = None
@@ -224,10 +217,9 @@ class Fit:
         """All plans of a layout that fit, with its smallest budgets; None: with all."""
         if not self._can_run(layout):
             return
-        recomputes = RECOMPUTES if self._space.recompute is None else (self._space.recompute,)
         shardings = sharding_options(self._jobs, layout, self._space.lora_sharding)
         for sized in self._sized(layout, most_budgets):
-            for recompute in recomputes:
+            for recompute in self._recomputes:
                 for sharding in shardings:
                     plan = replace(sized, recompute=recompute, lora_sharding=sharding)
                     memory = self._fitting(plan)
@@ -236,26 +228,23 @@ class Fit:
 
     def lightest(self, layout: Plan) -> Iterator[tuple[Plan, MemoryUse]]:
         """For each size and sharding, the plan with the lightest recompute that fits."""
-        recomputes = RECOMPUTES if self._space.recompute is None else (self._space.recompute,)
         shardings = sharding_options(self._jobs, layout, self._space.lora_sharding)
         for _, sizes in itertools.groupby(self._sized(layout), key=_is_open):
             first, *others = sizes
-            if not self._smallest_fits(first, recomputes, shardings):
+            if not self._smallest_fits(first, shardings):
                 continue
             for sized, sharding in itertools.product((first, *others), shardings):
                 plans = (
                     replace(sized, recompute=recompute, lora_sharding=sharding)
-                    for recompute in recomputes
+                    for recompute in self._recomputes
                 )
                 fitting = ((plan, memory) for plan in plans if (memory := self._fitting(plan)))
                 yield from itertools.islice(fitting, 1)
 
-    def _smallest_fits(
-        self, first: Plan, recomputes: Sequence[Recompute], shardings: Sequence[LoraSharding]
-    ) -> bool:
+    def _smallest_fits(self, first: Plan, shardings: Sequence[LoraSharding]) -> bool:
         """True if a plan with the smallest budget fits, of which all others need more memory."""
         least = first if _is_open(first) else replace(first, num_micro_batches=1)
-        for recompute, sharding in itertools.product(reversed(recomputes), reversed(shardings)):
+        for recompute, sharding in itertools.product(self._recomputes[::-1], reversed(shardings)):
             plan = replace(least, recompute=recompute, lora_sharding=sharding)
             memory = self._memory.use(plan)
             if memory.total_bytes <= self._hardware.memory_bytes:

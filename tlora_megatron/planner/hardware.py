@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
+from tlora_megatron.config.reader import ConfigError, must, read_file
 from tlora_megatron.files import shipped_folder
 
 logger = logging.getLogger(__name__)
@@ -202,11 +202,7 @@ class HardwareProfile:
 def load_profile(path: str | Path) -> HardwareProfile:
     """Reads a profile from YAML or JSON; a `ConfigError` names what is unknown or missing."""
     path = Path(path)
-    document = read_document(path, "hardware profile")
-    try:
-        profile = read_spec(HardwareProfile, document, "hardware")
-    except ConfigError as error:
-        raise ConfigError(f"{error} in {path}") from None
+    profile = read_file(HardwareProfile, path, "hardware", "hardware profile")
     try:
         date.fromisoformat(profile.date)
     except ValueError:

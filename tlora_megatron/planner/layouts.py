@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -42,8 +42,6 @@ class Span(NamedTuple):
 
 
 class PlanSpans(NamedTuple):
-    """The process groups of a plan over nodes."""
-
     tp: Span
     cp: Span
     replicas: Span
@@ -151,6 +149,17 @@ class SearchSpace:
         return self.runs_in is None or self.runs_in in plan.runs_in
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question to the planner: a base, jobs, a number of GPUs of a kind, and what is fixed."""
+
+    spec: ModelSpec
+    jobs: Sequence[JobLoad]
+    hardware: HardwareProfile
+    num_gpus: int
+    space: SearchSpace = field(default_factory=SearchSpace)
+
+
 _MOST_CP = 512
 """Most context-parallel ranks of layouts that leave GPUs idle."""
 _FEW_SEQUENCES = 8
@@ -160,19 +169,14 @@ _FEW_SEQUENCES = 8
 class Layouts:
     """The layouts of one model, mix of jobs and machine."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        jobs: Sequence[JobLoad],
-        hardware: HardwareProfile,
-        space: SearchSpace,
-    ) -> None:
-        self._spec, self._hardware, self._space = spec, hardware, space
+    def __init__(self, question: Question) -> None:
+        self._spec, self._hardware = question.spec, question.hardware
+        self._space, jobs = question.space, question.jobs
         self.sequences = sum(job.batch_size for job in jobs)
         """Sequences of all batches."""
         rows = sum(job.batch_tokens for job in jobs)
         shares = sum(job.target_share * job.batch_tokens for job in jobs) / rows
-        self._head = head_layers(spec, shares)
+        self._head = head_layers(self._spec, shares)
 
     def on_all(self, num_gpus: int) -> Iterator[Plan]:
         """All sizes whose product is the number of GPUs, those that the model rules out too."""

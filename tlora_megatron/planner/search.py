@@ -21,7 +21,7 @@ from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.cost.step_terms import StepCost
 from tlora_megatron.planner.fit import Dropped, Drops, Fit, SpeedBound
 from tlora_megatron.planner.hardware import HardwareProfile
-from tlora_megatron.planner.layouts import SearchSpace, with_experts
+from tlora_megatron.planner.layouts import Question, SearchSpace, with_experts
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs, longest_of
 
 MOST_GPUS = 4096
@@ -83,7 +83,7 @@ def search(
     space = space or SearchSpace()
     if is_ours_alone(spec) and space.runs_in is None:
         space = replace(space, runs_in="train")  # no other program has such a base
-    hunt = _Hunt(spec, jobs, hardware, space)
+    hunt = _Hunt(Question(spec, jobs, hardware, num_gpus, space))
     on_all = found = hunt.on_all(num_gpus)
     dropped = hunt.drops.result()
     if may_idle:
@@ -106,17 +106,11 @@ class NothingAllowed(ValueError):
 class _Hunt:
     """One search, whose parts share what has been computed."""
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        jobs: Sequence[JobLoad],
-        hardware: HardwareProfile,
-        space: SearchSpace,
-    ) -> None:
+    def __init__(self, question: Question) -> None:
         self.drops = Drops()
-        self._space = space
-        self._model = CostModel(spec, jobs, hardware)
-        self._fit = Fit(spec, jobs, hardware, space, self.drops, self._model.rounds)
+        self._space = question.space
+        self._model = CostModel(question.spec, question.jobs, question.hardware)
+        self._fit = Fit(question, self.drops, self._model.rounds)
 
     def on_all(self, num_gpus: int) -> list[RankedPlan]:
         """Every plan on all the GPUs, best first."""

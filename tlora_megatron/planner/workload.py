@@ -175,8 +175,6 @@ _MIRRORED = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLoad:
-    """A job as the planner sees it."""
-
     name: str
     rank: int
     targets: tuple[str, ...] = HF_TARGETS

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.planner.hardware import (
-    AttentionPoint,
+    FP8_SPEEDUP,
     CollectivePoint,
     GemmPoint,
     HardwareProfile,
@@ -103,8 +103,6 @@ _OVERLAP_BYTES, _OVERLAP_GEMM = 2**26, 6144
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileRequest:
-    """Settings of a measurement."""
-
     name: str
     sizes: ProfileSizes
     budget_s: float
@@ -158,7 +156,7 @@ class _Measurement:
         fp8_gemms = tuple(self._fp8_gemms())
         self._release()
         on_stage("attention", 0.35)
-        tokens, spec = self.sizes.attention_tokens, self.sizes.attention_spec
+        tokens, spec = self.sizes.attention_tokens, self.sizes.layer_spec
         attention = tuple(
             measure_attention(self.timer, length, tokens, spec, self.dtype)
             for length in self.sizes.attention_lengths
@@ -172,12 +170,15 @@ class _Measurement:
         points = tuple(self._collectives())
         overlap = self._overlap()
         on_stage("layers", 0.9)
-        profile = self._profile(copy, gemms, attention, lora, points)
-        profile = replace(
-            profile,
-            overlap=overlap,
+        profile = self._profile(
+            copy,
+            points,
+            gemms=gemms,
             fp8_gemms=fp8_gemms,
-            fp8_speedup=profile.fp8_speedup if fp8_gemms else None,
+            fp8_speedup=FP8_SPEEDUP if fp8_gemms else None,
+            attention=attention,
+            lora=lora,
+            overlap=overlap,
         )
         profile = measure_layers(profile, self.sizes, self.dtype)
         profile = replace(profile, reserved_bytes=reserved, notes="; ".join(self.notes))
@@ -247,12 +248,7 @@ class _Measurement:
             self.notes.append(f"{stage}: {left_out} settings left out for lack of time")
 
     def _profile(
-        self,
-        copy: float,
-        gemms: tuple[GemmPoint, ...],
-        attention: tuple[AttentionPoint, ...],
-        lora: LoraCost,
-        points: tuple[CollectivePoint, ...],
+        self, copy: float, points: tuple[CollectivePoint, ...], **measured: Any
     ) -> HardwareProfile:
         """The profile as far as it is known before layers are measured."""
         on_gpu = self.device.type == "cuda"
@@ -274,13 +270,11 @@ class _Measurement:
             reserved_bytes=_RESERVED_BYTES,
             copy_bytes_per_s=copy,
             stream_bytes_per_s=copy,
-            gemms=gemms,
-            attention=attention,
-            lora=lora,
             host=HostCost(layer_s=0.0, round_s=0.0, job_step_s=0.0),
             gpus_per_node=self.request.gpus_per_node or local,
             intra_node=link,
             collectives=points,
+            **measured,
         )
 
     def _reserved(self) -> float:

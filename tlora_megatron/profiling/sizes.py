@@ -34,8 +34,6 @@ _TINY = _llama(64, 4, 2, 96, 16)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileSizes:
-    """Shapes and counts to measure."""
-
     gemm_shapes: tuple[tuple[int, int], ...]
     """Shapes `(columns, inner)`, most important first."""
     gemm_rows: tuple[int, ...]
@@ -46,11 +44,11 @@ class ProfileSizes:
     attention_lengths: tuple[int, ...]
     attention_tokens: int
     """Tokens of all sequences together."""
-    attention_spec: ModelSpec
     lora_specs: tuple[ModelSpec, ...]
     lora_tokens: tuple[int, ...]
     lora_adapters: tuple[int, ...]
     layer_spec: ModelSpec
+    """Of layers, and of their attention."""
     layer_tokens: int
     few_tokens: int
     """Number of tokens so small that only the host's work counts."""
@@ -84,7 +82,6 @@ FULL = ProfileSizes(
     head_rows=(512, 1024),
     attention_lengths=(64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384),
     attention_tokens=8192,
-    attention_spec=LLAMA_8B,
     lora_specs=(LLAMA_8B, LLAMA_70B_TP4),
     lora_tokens=(8192, 2048, 16384),
     lora_adapters=(4, 1, 16, 64),
@@ -104,7 +101,6 @@ TINY = replace(
     head_rows=(16,),
     attention_lengths=(8, 32),
     attention_tokens=64,
-    attention_spec=_TINY,
     lora_specs=(_TINY,),
     lora_tokens=(64, 128),
     lora_adapters=(1, 3),

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -173,32 +172,18 @@ _PLAUSIBLE = (0.2, 1.0)
 means that the other parts were measured badly."""
 
 
-class _Times(NamedTuple):
-    """Seconds of a model with a certain number of layers."""
-
-    full_s: float
-    """Forward and backward of full micro-batches."""
-    few_s: float
-    """Forward and backward of small micro-batches."""
-    one_overhead_s: float
-    """Time of a round of one job outside forward and backward."""
-    all_overhead_s: float
-    """Time of a round of all jobs outside forward and backward."""
-
-
 def measure_layers(
     profile: HardwareProfile, sizes: ProfileSizes, dtype: torch.dtype
 ) -> HardwareProfile:
     """Adds host cost, and the rate of elementwise passes from the rest of a layer's time."""
     few, many = (_measure(sizes, layers, dtype) for layers in (_FEW, _MANY))
-    layer_s = (many.full_s - few.full_s) / (_MANY - _FEW)
-    job_step_s = max(0.0, (few.all_overhead_s - few.one_overhead_s) / (_JOBS - 1))
+    full_s, step_s = ((many[i] - few[i]) / (_MANY - _FEW) for i in (0, 1))  # of a layer
+    *_, one_s, all_s = few
+    job_step_s = max(0.0, (all_s - one_s) / (_JOBS - 1))
     host = HostCost(
-        layer_s=max(0.0, (many.few_s - few.few_s) / (_MANY - _FEW)),
-        round_s=max(0.0, few.one_overhead_s - job_step_s),
-        job_step_s=job_step_s,
+        layer_s=max(0.0, step_s), round_s=max(0.0, one_s - job_step_s), job_step_s=job_step_s
     )
-    stream = _stream_bytes_per_s(profile, sizes, layer_s)
+    stream = _stream_bytes_per_s(profile, sizes, full_s)
     return replace(profile, stream_bytes_per_s=stream, host=host)
 
 
@@ -243,14 +228,20 @@ def _loads(tokens: int, count: int, world_size: int) -> list[JobLoad]:
     ]
 
 
-def _measure(sizes: ProfileSizes, layers: int, dtype: torch.dtype) -> _Times:
+def _measure(
+    sizes: ProfileSizes, layers: int, dtype: torch.dtype
+) -> tuple[float, float, float, float]:
+    """Seconds forward and backward of full and of small micro-batches, and of the rest of a round.
+
+    The rest with one job comes before that with all of them.
+    """
     spec = replace(sizes.layer_spec, num_layers=layers)
     layout = ParallelLayout(dp_size=dist.get_world_size())
     with closing(SyntheticRun(spec, layout, dtype=dtype)) as run:
         full_s = _sustained_s(run, sizes.layer_tokens)
         few_s, all_s = _step_s(run, sizes.few_tokens, _JOBS)
         _, one_s = _step_s(run, sizes.few_tokens, 1)
-    return _Times(full_s, few_s, one_s, all_s)
+    return full_s, few_s, one_s, all_s
 
 
 def _sustained_s(run: SyntheticRun, tokens: int) -> float:

@@ -6,6 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,35 +89,28 @@ class DeviceTimer:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _turn(self, calls: Sequence[Callable[[], object]]) -> list[_Mark]:
-        marks = [_Mark(self.device)]
+    def _turn(self, calls: Sequence[Callable[[], object]]) -> list[Any]:
+        """Runs each call; returns moments in the device's queue, before and after each."""
+        marks = [self._mark()]
         for call in calls:
             call()
-            marks.append(_Mark(self.device))
+            marks.append(self._mark())
         return marks
 
-
-class _Mark:
-    """A moment in the device's queue."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event: torch.cuda.Event | None = None
-        self._time_s = 0.0
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
-        else:
-            self._time_s = time.perf_counter()
-
-    def until(self, later: _Mark) -> float:
-        """Seconds between two moments that have passed."""
-        if self._event is not None and later._event is not None:
-            return self._event.elapsed_time(later._event) / 1e3
-        return later._time_s - self._time_s
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def _gaps(marks: Sequence[_Mark]) -> list[float]:
-    return [begin.until(end) for begin, end in itertools.pairwise(marks)]
+def _gaps(marks: Sequence[Any]) -> list[float]:
+    """Seconds between moments that have passed."""
+    pairs = itertools.pairwise(marks)
+    if isinstance(marks[0], float):
+        return [end - begin for begin, end in pairs]
+    return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
 
 
 _COLUMNS = 1024

@@ -72,7 +72,8 @@ def formed(
     sources = {group.number: group for group, _ in parts.running}
     stay = next((group.number for group in sources.values() if group.gpus == gpus), None)
     moved = [member.job for group, member in parts.running if group.number != stay]
-    moved += [waiting.job for waiting in parts.joining if waiting.has_state]
+    # From the queue, those that continue from a checkpoint.
+    moved += [w.job for w in parts.joining if w.tokens_left < w.job.tokens]
     ready_s += cost.pause_s(tuple(sources.values()), gpus, moved)
     by_kind = rates.by_kind
     members = [
@@ -96,27 +97,6 @@ def _joined(waiting: Waiting, tokens_per_s: float, ready_s: float) -> Member:
         tokens_left=waiting.tokens_left,
         started_s=pause.started_s if pause else ready_s,
         deadline_s=pause.deadline_s if pause else waiting.job.deadline_s(ready_s, end_s),
-    )
-
-
-def carried_on(
-    group: Group, parts: Parts, *, rates: GroupRates, now_s: float, number: int
-) -> Group:
-    """Forms the group that remains when members leave: same GPUs, no pause."""
-    members = tuple(
-        replace(
-            member,
-            tokens_per_s=max(member.tokens_per_s, rates.by_kind[member.job.kind]),
-            tokens_left=group.tokens_left(member, now_s),
-        )
-        for _, member in parts.running
-    )
-    return Group(
-        number=number,
-        members=members,
-        gpus=group.gpus,
-        formed_s=now_s,
-        ready_s=max(now_s, group.ready_s),
     )
 
 
@@ -202,18 +182,32 @@ class Fleet:
         self.changes.freed = True
 
     def carry_on(self, group: Group, without: Collection[Member], now_s: float) -> None:
-        """Lets the remaining members of a closed group train on, whatever the model says."""
+        """Lets the remaining members of a closed group train on, whatever the model says.
+
+        They have the same GPUs, and no pause.
+        """
         gone = {member.job.index for member in without}
-        parts = Parts(running=tuple((group, m) for m in group.members if m.job.index not in gone))
-        if not len(parts):
+        left = [member for member in group.members if member.job.index not in gone]
+        if not left:
             return
-        rates = self._speeds.rates(parts.kinds, len(group.gpus))
-        if rates is None:  # those that they have now
-            now = {member.job.kind: member.tokens_per_s for _, member in parts.running}
-            rates = GroupRates(now, sum(m.tokens_per_s for _, m in parts.running), 0.0)
-        rest = carried_on(group, parts, rates=rates, now_s=now_s, number=self.next_number())
+        kinds = tuple(sorted([member.job.kind for member in left]))
+        rates = self._speeds.rates(kinds, len(group.gpus))
+        now: Mapping[int, float] = {member.job.kind: member.tokens_per_s for member in left}
+        by_kind = now if rates is None else rates.by_kind
+        members = tuple(
+            replace(
+                member,
+                tokens_per_s=max(member.tokens_per_s, by_kind[member.job.kind]),
+                tokens_left=group.tokens_left(member, now_s),
+            )
+            for member in left
+        )
+        number, ready_s = self.next_number(), max(now_s, group.ready_s)
+        rest = Group(
+            number=number, members=members, gpus=group.gpus, formed_s=now_s, ready_s=ready_s
+        )
         self.open(rest)
-        self.changes.regrouped.add(rest.number)
+        self.changes.regrouped.add(number)
 
     def carry_out(
         self,

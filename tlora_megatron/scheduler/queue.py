@@ -85,6 +85,13 @@ class Pause:
     deadline_s: float
 
 
+def soonest_back_s(pauses: Iterable[Pause], gpus: Iterable[int] | None = None) -> float:
+    """When the first paused job comes back to one of these GPUs, or to any; infinite if none."""
+    wanted = None if gpus is None else set(gpus)
+    found = (p.back_by_s for p in pauses if wanted is None or not wanted.isdisjoint(p.gpus))
+    return min(found, default=math.inf)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Waiting:
     """A job that holds no GPUs."""
@@ -100,11 +107,6 @@ class Waiting:
     def isolated_left_s(self) -> float:
         """Time that its remaining work takes alone on the GPUs it asks for."""
         return self.tokens_left / self.job.isolated_tokens_per_s
-
-    @property
-    def has_state(self) -> bool:
-        """True if it continues from a checkpoint."""
-        return self.tokens_left < self.job.tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,12 +219,8 @@ class WaitingQueue:
 
     def needed_s(self, gpus: Iterable[int] | None = None, without: Collection[int] = ()) -> float:
         """When a paused job comes back to one of these GPUs, or to any; infinite if none."""
-        pauses = [self._entries[index].pause for index in self._paused if index not in without]
-        found = [pause for pause in pauses if pause is not None]
-        if gpus is not None:
-            wanted = set(gpus)
-            found = [pause for pause in found if not wanted.isdisjoint(pause.gpus)]
-        return min((pause.back_by_s for pause in found), default=math.inf)
+        pauses = (self._entries[index].pause for index in self._paused if index not in without)
+        return soonest_back_s(filter(None, pauses), gpus)
 
     def by_arrival(self, limit: int, may_run: MayRun = None) -> list[Waiting]:
         """The first `limit` jobs that may run, by priority, then submission."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.scheduler.group_throughput import Speeds
 from tlora_megatron.scheduler.queue import Job
+from tlora_megatron.sim.ledger import mean
 
 _FULL_TOKENS = 16_384
 """Tokens of a step for each GPU that keep it at full speed, unless a job has more."""
@@ -111,13 +112,13 @@ def least_mean_jct_s(jobs: Sequence[Job], speeds: Speeds, num_gpus: int) -> floa
 
 def alone_s(demands: Sequence[Demand]) -> float:
     """Mean of the jobs' own fastest times."""
-    return _mean([demand.fastest_s for demand in demands])
+    return mean([demand.fastest_s for demand in demands])
 
 
 def fluid_s(demands: Sequence[Demand], num_gpus: int) -> float:
     """Mean completion time on one machine that serves the job with the least work left."""
-    served = _serve(demands, num_gpus, lambda demand, left_s: left_s)
-    return _mean([s.end_s - d.submit_s for s, d in zip(served, demands, strict=True)])
+    ends_s, _ = _serve(demands, num_gpus, lambda demand, left_s: left_s)
+    return mean([end_s - d.submit_s for end_s, d in zip(ends_s, demands, strict=True)])
 
 
 def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
@@ -125,26 +126,20 @@ def mean_busy_s(demands: Sequence[Demand], num_gpus: int) -> float:
 
     A job that ends at C cannot have done its work around a time later than C less half that time.
     """
-    served = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
-    return _mean(
-        [s.mean_busy_s + d.fastest_s / 2 - d.submit_s for s, d in zip(served, demands, strict=True)]
+    _, busy_s = _serve(demands, num_gpus, lambda demand, left_s: demand.gpu_s)
+    return mean(
+        [at_s + d.fastest_s / 2 - d.submit_s for at_s, d in zip(busy_s, demands, strict=True)]
     )
-
-
-@dataclass(kw_only=True, slots=True)
-class _Served:
-    """When one machine served a job."""
-
-    end_s: float = math.inf
-    mean_busy_s: float = 0.0
-    """The time at which it is served, averaged over its work."""
 
 
 def _serve(
     demands: Sequence[Demand], num_gpus: int, first: Callable[[Demand, float], float]
-) -> list[_Served]:
-    """One machine of all GPUs serves the job for which `first` is least."""
-    served = [_Served() for _ in demands]
+) -> tuple[list[float], list[float]]:
+    """One machine of all GPUs serves the job for which `first` is least.
+
+    Returns jobs' ends, and the times at which each is served, averaged over its work.
+    """
+    ends_s, busy_s = [math.inf] * len(demands), [0.0] * len(demands)
     arrivals = sorted(range(len(demands)), key=lambda index: demands[index].submit_s)
     queue: list[tuple[float, int, float]] = []
     now_s, come = 0.0, 0
@@ -159,18 +154,14 @@ def _serve(
             come += 1
         until_s = demands[arrivals[come]].submit_s if come < len(arrivals) else math.inf
         _, index, left_s = heapq.heappop(queue)
-        demand, entry = demands[index], served[index]
+        demand = demands[index]
         run_s = min(left_s, until_s - now_s)
         share = run_s * num_gpus / demand.gpu_s
-        entry.mean_busy_s += share * (now_s + run_s / 2)
+        busy_s[index] += share * (now_s + run_s / 2)
         now_s = now_s + run_s if run_s == left_s else until_s
         if run_s == left_s:
-            entry.end_s = now_s
+            ends_s[index] = now_s
         else:
             left_s -= run_s
             heapq.heappush(queue, (first(demand, left_s), index, left_s))
-    return served
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+    return ends_s, busy_s

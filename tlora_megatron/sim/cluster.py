@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -10,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
+from tlora_megatron.config.reader import must, read_file
 from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile, shipped_profiles
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.group_throughput import Speeds
@@ -27,18 +28,6 @@ class Kind(IntEnum):
     NODE_DOWN = 2
     CANCEL = 3
     ARRIVAL = 4
-
-
-@dataclass(kw_only=True, slots=True)
-class Events:
-    """A heap of events, totally ordered by (time, kind, sequence)."""
-
-    heap: list[tuple[float, int, int, int]] = field(default_factory=list)
-    pushed: int = 0
-
-    def push(self, time_s: float, kind: Kind, what: int) -> None:
-        heapq.heappush(self.heap, (time_s, int(kind), self.pushed, what))
-        self.pushed += 1
 
 
 _HOUR_S = 3600.0
@@ -69,8 +58,6 @@ class FaultRates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Faults:
-    """The failures and cancellations of a run."""
-
     fails_after_tokens: Mapping[int, float] = field(default_factory=dict)
     """Tokens after which a job fails, by job index."""
     cancelled_s: Mapping[int, float] = field(default_factory=dict)
@@ -169,11 +156,7 @@ class ClusterSpec:
 def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
     """Reads a cluster and the profile of its GPUs, or raises a `ConfigError`."""
     path = Path(path)
-    document = read_document(path, "--cluster")
-    try:
-        spec = read_spec(ClusterSpec, document, "cluster")
-    except ConfigError as error:
-        raise ConfigError(f"{error} in {path}") from None
+    spec = read_file(ClusterSpec, path, "cluster", "--cluster")
     profile = find_profile(spec.profile, (path.parent, shipped_profiles()), "cluster.profile")
     if spec.gpus_per_node > profile.gpus_per_node:
         raise must(
@@ -195,14 +178,19 @@ class SimulatedFleet(Fleet):
         speeds: Speeds,
         faults: Faults,
         quotas: Mapping[str, int],
-        events: Events,
         ledger: Ledger,
     ) -> None:
-        """Begins with all GPUs free; `events` and `ledger` are shared with the simulator."""
+        """Begins with all GPUs free; `ledger` is shared with the simulator."""
         super().__init__(shape=shape, speeds=speeds, quotas=quotas)
         self._faults = faults
-        self._events = events
         self._ledger = ledger
+        self.events: list[tuple[float, int, int, int]] = []
+        """A heap, totally ordered by (time, kind, sequence)."""
+        self._pushed = itertools.count()
+
+    def push(self, time_s: float, kind: Kind, what: int) -> None:
+        """Adds an event; `what` is the number of a job, a group or a node."""
+        heapq.heappush(self.events, (time_s, int(kind), next(self._pushed), what))
 
     def stop_s(self, group: Group, member: Member) -> float:
         """When a member ends or fails if nothing changes."""
@@ -216,7 +204,7 @@ class SimulatedFleet(Fleet):
         """Puts a group on free GPUs, and its first end among the events."""
         super().open(group)
         stop_s = min([self.stop_s(group, member) for member in group.members])
-        self._events.push(stop_s, Kind.GROUP, group.number)
+        self.push(stop_s, Kind.GROUP, group.number)
 
     def close(self, group: Group, now_s: float) -> None:
         """Takes a group off its GPUs and enters what it trained."""

@@ -16,8 +16,6 @@ Status = Literal["finished", "failed", "cancelled", "rejected"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRecord:
-    """The history of one job in the cluster."""
-
     job: Job
     status: Status
     end_s: float

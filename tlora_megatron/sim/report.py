@@ -23,7 +23,7 @@ from tlora_megatron.page import (
     swatch,
     table,
 )
-from tlora_megatron.sim.ledger import Summary, TimeLine, quantile, spread, time_line
+from tlora_megatron.sim.ledger import TimeLine, quantile, spread, time_line
 from tlora_megatron.sim.study import PolicyRun, Study
 
 if TYPE_CHECKING:
@@ -191,11 +191,11 @@ def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
         "seed": study.options.seed,
     }
     least: Row = {"least_jct_s": _plain(study.least_jct_s)}
-    return [about | {"policy": run.policy} | _rounded(run.summary) | least for run in runs]
-
-
-def _rounded(summary: Summary) -> Row:
-    return {name: _plain(value) for name, value in asdict(summary).items()}
+    rows = []
+    for run in runs:
+        numbers = {name: _plain(value) for name, value in asdict(run.summary).items()}
+        rows.append(about | {"policy": run.policy} | numbers | least)
+    return rows
 
 
 def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
@@ -231,10 +231,6 @@ _SHOWN = 0.99
 
 def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> None:
     """Writes the page of a study; an `ImportError` without matplotlib."""
-    Path(path).write_text(_page(study, runs), encoding="utf-8")
-
-
-def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
     until_s = quantile(sorted(record.end_s for record in runs[0].ledger.records), _SHOWN)
     pictures = {
         "Completion time": completion_times(runs),
@@ -259,13 +255,14 @@ def _page(study: Study, runs: Sequence[PolicyRun]) -> str:
         for run in runs
     ]
     rows += bound_rows(study, runs[0])
-    return document(
+    page = document(
         f"{study.trace.name} on {study.cluster.name}",
         f"{len(study.jobs):,} jobs; policies are compared with {runs[0].policy}",
         f"{facts(about)}<h2>Policies</h2>{table(('policy', *COLUMNS), rows)}"
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
+    Path(path).write_text(page, encoding="utf-8")
 
 
 COLUMNS = (

@@ -26,7 +26,6 @@ from tlora_megatron.scheduler.registry import make_policy
 from tlora_megatron.sim.bounds import least_mean_jct_s
 from tlora_megatron.sim.cluster import (
     ClusterSpec,
-    Events,
     FaultRates,
     Faults,
     Kind,
@@ -43,8 +42,6 @@ _PROGRESS_EVERY = 500
 
 
 class Simulator:
-    """Simulates one run of one policy."""
-
     def __init__(
         self,
         *,
@@ -61,9 +58,7 @@ class Simulator:
 
         Args:
             jobs: in order of submission; `Job.index` is the place in the list.
-            speeds: speeds of groups; the same object that the policy asks.
-            cost: pauses of groups that change.
-            quotas: most GPUs by tenant.
+            speeds: the same object that the policy asks.
             on_progress: called from time to time with the share of the jobs that have ended.
         """
         self._jobs = jobs
@@ -76,26 +71,24 @@ class Simulator:
         """CPU time of the longest call of `decide`."""
         self._queue = WaitingQueue()
         self._ledger = Ledger(policy.keeps_bounds)
-        self._events = Events()
         self._fleet = SimulatedFleet(
             shape=shape,
             speeds=speeds,
             faults=faults,
             quotas=quotas,
-            events=self._events,
             ledger=self._ledger,
         )
 
     def run(self) -> Ledger:
         """Runs until every job has ended; an `InvariantError` if the ledger does not balance."""
         for job in self._jobs:
-            self._events.push(job.submit_s, Kind.ARRIVAL, job.index)
+            self._fleet.push(job.submit_s, Kind.ARRIVAL, job.index)
         for index, when_s in sorted(self._faults.cancelled_s.items()):
-            self._events.push(when_s, Kind.CANCEL, index)
+            self._fleet.push(when_s, Kind.CANCEL, index)
         for begin_s, end_s, node in self._faults.outages:
-            self._events.push(begin_s, Kind.NODE_DOWN, node)
-            self._events.push(end_s, Kind.NODE_UP, node)
-        heap = self._events.heap
+            self._fleet.push(begin_s, Kind.NODE_DOWN, node)
+            self._fleet.push(end_s, Kind.NODE_UP, node)
+        heap = self._fleet.events
         steps = 0
         while heap:
             now_s = heap[0][0]
@@ -235,8 +228,6 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRun:
-    """The ledger and the numbers of one policy's run."""
-
     policy: str
     summary: Summary
     ledger: Ledger = field(repr=False)

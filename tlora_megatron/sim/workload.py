@@ -9,7 +9,7 @@ from random import Random
 from typing import TypeVar
 
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
-from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec
+from tlora_megatron.config.reader import ConfigError, must, read_file
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.spec import ModelSpec, refuse_experts
 from tlora_megatron.planner.candidate import Plan
@@ -92,11 +92,7 @@ def load_mix(name: str) -> tuple[JobMix, dict[str, ModelSpec]]:
         if name not in shipped_mixes():
             raise must("--mix", f"be a file or one of {', '.join(shipped_mixes())}", name)
         path = Path(str(files(_FOLDER).joinpath(f"{name}.yaml")))
-    document = read_document(path, "--mix")
-    try:
-        mix = read_spec(JobMix, document, "mix")
-    except ConfigError as error:
-        raise ConfigError(f"{error} in {path}") from None
+    mix = read_file(JobMix, path, "mix", "--mix")
     specs = {base.name: read_model_spec(path.parent / base.config) for base in mix.bases}
     for base, spec in specs.items():
         refuse_experts(spec.experts, f"base {base} of --mix")

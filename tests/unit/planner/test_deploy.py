@@ -23,7 +23,7 @@ from tlora_megatron.planner.deploy_kinds import (
     length_classes,
     undominated,
 )
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.rounds.load import RoundLoad
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -195,7 +195,7 @@ def test_a_pipeline_adds_its_largest_micro_batch_for_each_further_stage() -> Non
 
 
 def test_kinds_that_another_replaces_are_left_out() -> None:
-    kinds, _ = all_kinds(LLAMA_8B, jobs(), L40S, 4, SearchSpace())
+    kinds, _ = all_kinds(Question(LLAMA_8B, jobs(), L40S, 4))
     classes = length_classes(jobs())
     kept = undominated(kinds, classes)
     assert 1 < len(kept) < len(kinds)
@@ -209,7 +209,7 @@ def test_kinds_that_another_replaces_are_left_out() -> None:
 
 
 def test_recompute_by_rows_costs_what_each_length_needs(found: DeploymentResult) -> None:
-    _, kinds = all_kinds(LLAMA_8B, jobs(), L40S, 1, SearchSpace(tp_size=1, cp_size=1))
+    _, kinds = all_kinds(Question(LLAMA_8B, jobs(), L40S, 1, SearchSpace(tp_size=1, cp_size=1)))
     assert [len(kind.by_rows) > 1 for kind in kinds] == [True]
     kind, classes = kinds[0], length_classes(jobs())
     assert [each.plan.recompute for each in kind.by_rows][-1] == kind.plan.recompute

@@ -14,7 +14,7 @@ from tests.helpers.planner_case import HARDWARE, SPEC, job
 from tlora_megatron.cli.plan_ranking import print_idle, thriftiest
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.fit import Drops, Fit, SpeedBound, expected_longest
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.search import SearchResult, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -72,7 +72,7 @@ def test_no_plan_is_faster_than_the_bound_of_its_layout(
     ]
     space = SearchSpace(runs_in=runs_in)  # type: ignore[arg-type]
     model = CostModel(SPEC, jobs, HARDWARE)
-    fit = Fit(SPEC, jobs, HARDWARE, space, Drops(), model.rounds)
+    fit = Fit(Question(SPEC, jobs, HARDWARE, 1, space), Drops(), model.rounds)
     bound = SpeedBound(model, is_full=space.wants("megatron"))
     layouts = list(fit.layouts.on_fewer(num_gpus))[:: 1 if num_gpus < 20 else 5]
     speeds = []

@@ -31,7 +31,7 @@ from tlora_megatron.planner.choices import handicap
 from tlora_megatron.planner.cost.cost_model import CostModel
 from tlora_megatron.planner.cost.memory import MemoryModel
 from tlora_megatron.planner.hardware import HardwareProfile, Link
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.search import GroupModel, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_files import apply_plan
@@ -212,7 +212,7 @@ def test_that_nothing_fits_is_known_soon(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(MemoryModel, "use", counting)
     assert search(spec, jobs(8), tiny, 1024).plans == ()
     assert next(calls) < 45_000
-    advice = advise(spec, jobs(8), tiny, 1024)
+    advice = advise(Question(spec, jobs(8), tiny, 1024))
     assert next(calls) < 110_000
     assert not advice.remedies
     assert "up to 4,096 GPUs" in advice.why_none

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.helpers.planner_case import job
 from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
 from tlora_megatron.model.dispatch import ReplicaRate
+from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.rounds.load import ExpectedRounds, Part, part_of, spread_of
 from tlora_megatron.planner.rounds.model import RoundModel
 from tlora_megatron.planner.rounds.packer import Packer, RoundShape, timed_load
@@ -271,9 +272,7 @@ def sequence_of(rows: int) -> TokenSequence:
 def test_deep_rounds_are_those_of_the_dispatcher() -> None:
     lengths = LengthHistogram.from_counts([(100, 30), (400, 10), (1000, 4), (4000, 1)])
     jobs = [job(f"job{i}", batch_size=12 + 8 * i, lengths=lengths) for i in range(4)]
-    load = timed_load(
-        jobs, micro_batch_tokens=4096, dp_size=4, depth=2, curvature=2e-4, row_multiple=128
-    )
+    load = timed_load(jobs, Plan(micro_batch_tokens=4096, dp_size=4, round_depth=2), 2e-4, 128)
     rates = tuple(ReplicaRate(token_ps=5000, square_ps=1, longest=4096) for _ in range(4))
     rule = RoundRule(rates=rates, depth=2, stages=(1,) * 4)
     tokens = micro_batches = 0

@@ -33,8 +33,6 @@ JobRow: TypeAlias = "Job | ClientJob"
 
 
 class Accepted(NamedTuple):
-    """The outcome of a submit."""
-
     jobs: Sequence[JobRow]
     new: frozenset[str]
     """Ids of those that it made; the others' key came before."""
@@ -48,20 +46,14 @@ class FolderService:
 
     def __init__(self, home: homes.Home, store: Store) -> None:
         self.home, self.store = home, store
-
-    @property
-    def place(self) -> str:
-        return str(self.home.root)
+        self.place = str(home.root)
+        self.how_to_serve = serve_command(home.root)
+        """The command that starts a controller of it."""
 
     @property
     def is_served(self) -> bool:
         """True while a controller gives signs of life."""
         return self.store.lock.is_held()
-
-    @property
-    def how_to_serve(self) -> str:
-        """The command that starts a controller of it."""
-        return serve_command(self.home.root)
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
         """Submits all jobs of all files, or none."""

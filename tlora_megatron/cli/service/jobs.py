@@ -45,21 +45,18 @@ def job_table(jobs: Iterable[JobRow], now_s: float | None = None) -> Table:
     columns = ("job", "id", "state", "steps", "loss", "tokens", "gang", "age")
     table = make_table(*columns, right=("steps", "loss", "tokens", "age"))
     for job in jobs:
-        table.add_row(*_cells(job, now_s), style=STATE_STYLE.get(job.state, ""))
+        table.add_row(
+            job.name,
+            job.id,
+            state_words(job),
+            progress_words(job),
+            "-" if job.loss is None else f"{job.loss:.4g}",
+            f"{job.tokens:,}",
+            job.gang or "-",
+            duration_words((job.ended_at or now_s) - job.submitted_at),
+            style=STATE_STYLE.get(job.state, ""),
+        )
     return table
-
-
-def _cells(job: JobRow, now_s: float) -> tuple[str, ...]:
-    return (
-        job.name,
-        job.id,
-        state_words(job),
-        progress_words(job),
-        "-" if job.loss is None else f"{job.loss:.4g}",
-        f"{job.tokens:,}",
-        job.gang or "-",
-        duration_words((job.ended_at or now_s) - job.submitted_at),
-    )
 
 
 def count_words(counts: Mapping[JobState, int]) -> str:

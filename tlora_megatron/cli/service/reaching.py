@@ -56,9 +56,14 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
     entries = [entry for document in documents for entry in document["jobs"]]
     refuse_duplicates("FILE...", [str(entry.get("name")) for entry in entries], ONE_BY_ONE)
     ids: dict[Path, str] = {}
-    jobs = [_with_ids(entry, ids, upload) for entry in entries]
+    for entry in entries:
+        data = entry.get("data") or {}
+        for key, value in data.items():
+            if isinstance(value, Path):
+                ids[value] = ids.get(value) or upload(value)
+                data[key] = ids[value]
     found = {key: documents[0][key] for key in documents[0] if key not in ("jobs", "defaults")}
-    return {**found, "jobs": jobs}
+    return {**found, "jobs": entries}
 
 
 def _read(path: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -95,18 +100,6 @@ def _entry(entry: Any, defaults: Any, folder: Path, place: str) -> dict[str, Any
     return merged
 
 
-def _with_ids(entry: Mapping[str, Any], ids: dict[Path, str], upload: Upload) -> dict[str, Any]:
-    """The entry with ids in the place of paths of this host."""
-    found = dict(entry)
-    if isinstance(found.get("data"), dict):
-        found["data"] = dict(found["data"])
-        for key, value in found["data"].items():
-            if isinstance(value, Path):
-                ids[value] = ids.get(value) or upload(value)
-                found["data"][key] = ids[value]
-    return found
-
-
 _FEW = 4
 """So many jobs are asked for one by one; more are looked for in lists."""
 _PASSES = (429, 500)
@@ -117,21 +110,15 @@ class HttpService:
     """A service by its address."""
 
     look_every_s = 0.5
+    how_to_serve = "tlora serve --http on its host"
 
     def __init__(self, client: Client) -> None:
         self._client = client
-
-    @property
-    def place(self) -> str:
-        return self._client.address
+        self.place = client.address
 
     @property
     def is_served(self) -> bool:
         return self._client.page(limit=1).served
-
-    @property
-    def how_to_serve(self) -> str:
-        return "tlora serve --http on its host"
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
         """Uploads the data that the jobs name, and submits all of them or none."""
@@ -153,7 +140,14 @@ class HttpService:
     def get(self, jobs: Sequence[str]) -> list[JobRow]:
         if len(jobs) <= _FEW:
             return [self._client.job(job) for job in jobs]
-        found = self._newest(set(jobs))
+        found: dict[str, Job] = {}
+        wanted, after = set(jobs), None
+        while len(found) < len(wanted):
+            page = self._client.page(after=after, limit=1000, newest_first=True)
+            found |= {job.id: job for job in page.jobs if job.id in wanted}
+            after = page.next
+            if after is None:
+                break
         return [found[job] for job in jobs]
 
     def all(self, states: Sequence[str] | None, tenant: str | None = None) -> Iterator[JobRow]:
@@ -183,17 +177,6 @@ class HttpService:
     def fetch_adapter(self, job: JobRow, out: Path) -> None:
         """Downloads the adapter of a finished job."""
         self._client.adapter(job.id, out)
-
-    def _newest(self, wanted: set[str]) -> dict[str, Job]:
-        found: dict[str, Job] = {}
-        after: str | None = None
-        while len(found) < len(wanted):
-            page = self._client.page(after=after, limit=1000, newest_first=True)
-            found |= {job.id: job for job in page.jobs if job.id in wanted}
-            after = page.next
-            if after is None:
-                break
-        return found
 
 
 Service: TypeAlias = FolderService | HttpService

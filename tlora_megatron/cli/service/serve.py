@@ -34,26 +34,6 @@ if TYPE_CHECKING:
     from tlora_megatron.service.store import Store
 
 
-def add_http_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of HTTP to those of `tlora serve`."""
-    parser.add_argument(
-        "--http",
-        metavar="[HOST:]PORT",
-        help="listen for HTTP: a page, /v1/jobs, and the clients of OpenAI and Tinker; without "
-        "HOST for this host alone (127.0.0.1)",
-    )
-    parser.add_argument(
-        "--base",
-        action="append",
-        default=[],
-        dest="bases",
-        metavar="NAME=DIR",
-        help="let jobs that come by HTTP name this base; DIR, or a YAML file with the section "
-        "base_model; remembered in the service's folder (repeatable)",
-    )
-    add_passed_on_arguments(parser)
-
-
 def check_http(args: argparse.Namespace) -> None:
     """Refuses, before anything is made, an address, base or number of days that cannot be."""
     _check_together(args)
@@ -207,7 +187,22 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="let jobs train on when the controller is stopped; the next one takes them up",
     )
-    add_http_arguments(parser)
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="listen for HTTP: a page, /v1/jobs, and the clients of OpenAI and Tinker; without "
+        "HOST for this host alone (127.0.0.1)",
+    )
+    parser.add_argument(
+        "--base",
+        action="append",
+        default=[],
+        dest="bases",
+        metavar="NAME=DIR",
+        help="let jobs that come by HTTP name this base; DIR, or a YAML file with the section "
+        "base_model; remembered in the service's folder (repeatable)",
+    )
+    add_passed_on_arguments(parser)
     add_log_format(parser)
     parser.set_defaults(command=run)
 

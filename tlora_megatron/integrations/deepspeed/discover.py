@@ -203,12 +203,16 @@ def sharded_spec(model: Any, spec: LinearsSpec, groups: ParallelGroups) -> Linea
 _KINDS: dict[type, Any] = {LinearLayer: "column", LinearAllreduce: "row"}
 
 
-def pair_linears(
+def prepare_linears(
     model: Any, spec: LinearsSpec, groups: ParallelGroups
-) -> list[tuple[Site, nn.Module]]:
-    """Pairs every site of this rank with its module."""
+) -> tuple[tuple[Site, nn.Module], ...]:
+    """Pairs every site of this rank with its module, which becomes a multi-adapter one in place."""
     sites = stage_sites(spec, groups.layout, tp_rank=groups.tp_rank, pp_rank=groups.pp_rank)
-    return [(s, model.get_submodule(spec.module_path(s.layer, s.linear))) for s in sites]
+    pairs = [(s, model.get_submodule(spec.module_path(s.layer, s.linear))) for s in sites]
+    for _, module in pairs:
+        if not isinstance(module, MultiAdapter):
+            make_multi_adapter(module, _MIXINS[type(module)])
+    return tuple(pairs)
 
 
 class _LinearMixin(MultiAdapter):
@@ -278,9 +282,3 @@ _MIXINS: dict[type[nn.Module], type[MultiAdapter]] = {
     LinearLayer: ColumnLinearMixin,
     LinearAllreduce: RowLinearMixin,
 }
-
-
-def prepare_linear(module: nn.Module) -> None:
-    """Turns a linear that may carry adapters into a multi-adapter one, in place."""
-    if not isinstance(module, MultiAdapter):
-        make_multi_adapter(module, _MIXINS[type(module)])

@@ -26,8 +26,7 @@ from tlora_megatron.integrations.deepspeed.config import DeepSpeedConfig
 from tlora_megatron.integrations.deepspeed.discover import (
     has_experts,
     model_spec,
-    pair_linears,
-    prepare_linear,
+    prepare_linears,
     sharded_spec,
     weight_shape,
 )
@@ -226,16 +225,13 @@ def join_processes() -> None:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def current_groups(tp_size: int) -> ParallelGroups:
@@ -336,15 +332,12 @@ def build_base(config: DeepSpeedConfig, model: Any | None = None) -> FrozenBase:
         check_base_of_run(DeepSpeedEngine(model, groups), groups, config.run)
     if config.run.run.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    linears = tuple(pair_linears(model, spec, groups))
-    for _, module in linears:
-        prepare_linear(module)
     return FrozenBase(
         model=model,
         deepspeed=deepspeed,
         spec=spec,
         groups=groups,
-        linears=linears,
+        linears=prepare_linears(model, spec, groups),
         engine=DeepSpeedEngine(model, groups),
         placement=StatePlacement.over_replicas(
             groups, shards=config.stage > 0, on_cpu=config.offload_optimizer

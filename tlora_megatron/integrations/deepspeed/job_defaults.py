@@ -95,7 +95,11 @@ def hand_over(
     defaults = section.get("defaults", {})
     origins = _Origins()
     for key, value in values.job.items():
-        _check_agreement(key, value, _find(from_json, key))
+        said = _find(from_json, key)
+        if value.is_set and said is not None and said != value.value:
+            rule = f"agree with DeepSpeed's keys, where {key} is {show(said)}"
+            remedy = 'give it once, and "auto" in the other place'
+            raise must(f"TrainingArguments.{value.argument}", rule, value.value, remedy)
     for entry in _jobs(section):
         asked_here = _take_autos({"job": entry}, "job", values.job)
         for key, value in values.job.items():
@@ -149,17 +153,6 @@ def _fill_run(
                 raise ConfigError(f"{value.problem}: run.{key} is not given")
             run[key] = value.value
             origins.taken[key] = f"{value.argument} (run.{key} {show(value.value)})"
-
-
-def _check_agreement(key: str, value: TrainerValue, said: Any) -> None:
-    if value.is_set and said is not None and said != value.value:
-        remedy = 'give it once, and "auto" in the other place'
-        raise must(
-            f"TrainingArguments.{value.argument}",
-            f"agree with DeepSpeed's keys, where {key} is {show(said)}",
-            value.value,
-            remedy,
-        )
 
 
 def _jobs(section: dict[str, Any]) -> list[dict[str, Any]]:
@@ -282,8 +275,7 @@ def take_job_defaults(
     nested: dict[str, Any] = {}
     for key, value in fields.items():
         if value != AUTO:
-            group, _, name = key.partition(".")
-            nested.setdefault(group, {})[name] = value
+            _set(nested, key, value)
     return nested, asked, changes
 
 

@@ -77,16 +77,14 @@ class JobOptimizer(MegatronOptimizer):
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Does nothing: the loaded base has no master weights."""
 
-    def state_dict(self, is_loading: bool = False) -> dict[str, Any]:
-        """Returns nothing: jobs have checkpoints of their own."""
-        return {}
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Ignores the state: jobs have checkpoints of their own."""
-
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Returns nothing: jobs have checkpoints of their own."""
         return {}
+
+    state_dict = sharded_state_dict
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Ignores the state: jobs have checkpoints of their own."""
 
 
 class NoSchedule:

@@ -86,7 +86,6 @@ class Rule(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The flag that sets the argument."""
         return _FLAGS.get(self.argument, "--" + self.argument.replace("_", "-"))
 
 

@@ -41,7 +41,6 @@ class LauncherCallbacks(Protocol):
 
     def sharding_resolver(self) -> ShardingResolver:
         """Returns the function that chooses a run's LoRA sharding."""
-        ...
 
     signals: StopSignals
     """The handlers of this process for signals that ask it to stop."""
@@ -271,8 +270,7 @@ class _Hooks:
         return session.train_step(call.proceed)
 
     def _training_log(self, session: Session, call: _Call) -> Any:
-        logged = (call.arguments[name] for name in ("loss_dict", "total_loss_dict", "iteration"))
-        session.before_log(*logged)
+        session.before_log(call.arguments)
         return call.proceed()
 
     def _pretrain(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -114,16 +114,14 @@ def detect_format(args: argparse.Namespace) -> str | None:
         return None
     sources = filter(None, (args.load, args.pretrained_checkpoint))
     folder = next((source for source in sources if (Path(source) / _TRACKER).is_file()), None)
-    if folder is None or not _is_distributed(Path(folder)):
+    if folder is None:
+        return None
+    iteration = (Path(folder) / _TRACKER).read_text().strip()
+    name = f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration
+    if not (Path(folder) / name / "metadata.json").is_file():
         return None
     args.ckpt_format = "torch_dist"
     return f"--ckpt-format torch (the base in {folder} is a distributed checkpoint)"
-
-
-def _is_distributed(folder: Path) -> bool:
-    iteration = (folder / _TRACKER).read_text().strip()
-    name = f"iter_{int(iteration):07d}" if iteration.isdigit() else iteration
-    return (folder / name / "metadata.json").is_file()
 
 
 def explain_arguments(error: Exception) -> ValueError:
@@ -232,17 +230,12 @@ def switch_off(args: argparse.Namespace) -> None:
 def describe_unused(words: Sequence[str]) -> str | None:
     """Returns one line about the given flags that change nothing; None where there are none."""
     given = dict.fromkeys(word.split("=")[0] for word in words if word.startswith("--"))
-    if _is_zero(words, "--eval-iters"):
+    iterations = [word.split("=", 1)[1] for word in words if word.startswith("--eval-iters=")]
+    iterations += [after for word, after in pairwise(words) if word == "--eval-iters"]
+    if iterations[-1:] == ["0"]:
         del given["--eval-iters"]  # what it says is what happens
     parts = []
     for why, unused in UNUSED.items():
         if flags := [flag for flag in given if flag in unused]:
             parts.append(f"{', '.join(flags)} ({why})")
     return "; ".join(parts) or None
-
-
-def _is_zero(words: Sequence[str], flag: str) -> bool:
-    """True if the last value given for the flag is 0."""
-    values = [word.split("=", 1)[1] for word in words if word.startswith(f"{flag}=")]
-    values += [after for word, after in pairwise(words) if word == flag]
-    return values[-1:] == ["0"]

@@ -6,7 +6,7 @@ import argparse
 import json
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from torch import Tensor, nn
+from torch import nn
 
 from tlora_megatron import timeline
 from tlora_megatron.files import BY_UMASK, write_atomic
@@ -91,8 +91,8 @@ class Session:
         self._run = TrainingRun(
             settings.config,
             settings.spec,
-            tokenizer_dir=settings.tokenizer_dir,
-            base_model=settings.base_model,
+            tokenizer_dir=settings.config.base_model.folder,
+            base_model=settings.config.base_model.name,
             resolve_sharding=resolve_sharding,
             signals=signals,
         )
@@ -111,7 +111,6 @@ class Session:
 
     @property
     def output_dir(self) -> Path:
-        """The output folder of the run."""
         return self._run.output_dir
 
     def take_model(self, chunks: Sequence[nn.Module]) -> None:
@@ -206,12 +205,10 @@ class Session:
         values = torch.tensor([*losses.values()], device=device)  # one copy for all
         return dict(zip(losses, values, strict=True)), *rest
 
-    def before_log(
-        self, loss_dict: dict[str, Tensor], totals: dict[str, Any], iteration: int
-    ) -> None:
+    def before_log(self, logged: Mapping[str, Any]) -> None:
         """Corrects the sums that the trainer's log line averages; see `IntervalLosses`."""
-        if iteration % self.args.log_interval == 0:
-            self._interval.correct(loss_dict, totals)
+        if logged["iteration"] % self.args.log_interval == 0:
+            self._interval.correct(logged["loss_dict"], logged["total_loss_dict"])
 
     def save(self, iteration: int) -> None:
         """Checkpoints every job that still trains, but never the base.

@@ -233,8 +233,6 @@ class Exchange(NamedTuple):
 
 
 class _JobCounts(NamedTuple):
-    """One job's part in `LoraCounts`."""
-
     rank_columns: float
     rank_inputs: float
     gradients: float

@@ -100,21 +100,12 @@ class CostModel:
         if plan.num_micro_batches is not None:
             return self.rounds.full_load(plan, full_capacity(plan, longest), spreads=spreads)
         load = self.rounds.load(plan, ROW_TILE * plan.cp_size, spreads=spreads)
-        is_deep = plan.round_depth > 1 and plan.dp_size > 1 and plan.pp_size == 1
-        return self._deep_load(plan, load) if is_deep else load
-
-    def _deep_load(self, plan: Plan, shallow: RoundLoad) -> RoundLoad:
-        """The mean load of rounds of `round_depth`; `shallow` are those of one micro-batch."""
-        rows = shallow.rows / plan.cp_size
-        ends_s = self._head_s(plan, shallow, rows) + self._embedding_s(plan, rows)
-        return timed_load(
-            self.jobs,
-            micro_batch_tokens=plan.micro_batch_tokens,
-            dp_size=plan.dp_size,
-            depth=plan.round_depth,
-            curvature=self._curvature(plan, shallow, self.layers.cost(plan, shallow), ends_s),
-            row_multiple=ROW_TILE * plan.cp_size,
-        )
+        if plan.round_depth == 1 or plan.dp_size == 1 or plan.pp_size > 1:
+            return load
+        rows = load.rows / plan.cp_size
+        ends_s = self._head_s(plan, load, rows) + self._embedding_s(plan, rows)
+        curvature = self._curvature(plan, load, self.layers.cost(plan, load), ends_s)
+        return timed_load(self.jobs, plan, curvature, ROW_TILE * plan.cp_size)
 
     def _curvature(self, plan: Plan, load: RoundLoad, layer: LayerCost, ends_s: float) -> float:
         """Time of a squared row of a sequence, over that of a row without attention."""

@@ -24,9 +24,7 @@ from tlora_megatron.model.spec import (
     refuse_gpt_oss,
 )
 from tlora_megatron.planner.candidate import Plan
-from tlora_megatron.planner.cost.adapter_sizes import (
-    dense_linears,
-)
+from tlora_megatron.planner.cost.adapter_sizes import dense_linears
 from tlora_megatron.planner.cost.rates import Rates
 from tlora_megatron.planner.layouts import group_span
 from tlora_megatron.planner.workload import JobLoad
@@ -280,5 +278,4 @@ class RoutedWork:
 
 
 def added(one: _Both, other: _Both) -> _Both:
-    """Sums forward and backward."""
     return one[0] + other[0], one[1] + other[1]

@@ -91,7 +91,6 @@ class MemoryUse:
 
 
 TERMS = tuple(field.name for field in fields(MemoryUse) if field.name != "stage")
-_Terms = tuple[float, float, float, float, float, float, float, float, float, float]
 _all_terms: Callable[[MemoryUse], tuple[float, ...]] = attrgetter(*TERMS)
 
 
@@ -149,9 +148,8 @@ class MemoryModel:
         stages = {0, plan.pp_size - 1}
         if not plan.is_even and plan.pp_size > 2:
             stages.add(1)  # of the middle stages, it has most micro-batches in flight
-        uses = [self._stage_terms(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
-        terms, stage = max(uses, key=lambda use: sum(use[0]))
-        return MemoryUse(*terms, stage)
+        uses = [self._stage_use(plan, rows / plan.cp_size, in_round, stage) for stage in stages]
+        return max(uses, key=lambda use: use.total_bytes)
 
     def _layer_use(self, plan: Plan) -> _LayerUse:
         key = (
@@ -184,10 +182,7 @@ class MemoryModel:
             )
         return self._layers[key]
 
-    def _stage_terms(
-        self, plan: Plan, local_rows: float, in_round: float, stage: int
-    ) -> tuple[_Terms, int]:
-        """Bytes of a stage in the order of `TERMS`, and the stage."""
+    def _stage_use(self, plan: Plan, local_rows: float, in_round: float, stage: int) -> MemoryUse:
         spec, size, layer = self.spec, self._size, self._layer_use(plan)
         sizes = plan.stages(spec)
         layers = sizes[stage]
@@ -219,19 +214,19 @@ class MemoryModel:
             self._layer_bytes[key] = _layer_bytes(spec, plan, size)
         tables = 1 if is_first and is_last and spec.tied_embeddings else is_first + is_last
         ends = (tables * columns + is_last) * spec.hidden_size * size  # and the last norm
-        terms = (
-            layers * self._layer_bytes[key] + ends,
-            layers * layer.copies * size,
-            layers * (layer.slabs + layer.spread) * 4,
-            layers * layer.slabs * 12 / slices,
-            activations + places,
-            workspace,
-            max(0.0, head - workspace),
-            groups * COMMUNICATOR_BYTES + gathered,
-            FRAGMENTATION * (activations + max(workspace, head)),
-            self.hardware.reserved_bytes,
+        return MemoryUse(
+            base_weights=layers * self._layer_bytes[key] + ends,
+            adapter_weights=layers * layer.copies * size,
+            adapter_gradients=layers * (layer.slabs + layer.spread) * 4,
+            adapter_states=layers * layer.slabs * 12 / slices,
+            activations=activations + places,
+            workspace=workspace,
+            logits=max(0.0, head - workspace),
+            collectives=groups * COMMUNICATOR_BYTES + gathered,
+            fragmentation=FRAGMENTATION * (activations + max(workspace, head)),
+            reserved=self.hardware.reserved_bytes,
+            stage=stage,
         )
-        return terms, stage
 
 
 def _layer_bytes(spec: ModelSpec, plan: Plan, size: int) -> float:

@@ -231,9 +231,12 @@ class RoundModel:
                 self._flows[key] = fluid_flow(jobs, shape)
             return fluid_rounds(jobs, shape, self._flows[key])
         rounds = max(_FEWEST_ROUNDS, len(jobs))  # every job has the first turn once
-        if _never_waits(jobs, shape.capacity, shape.dp_size * fewest):
+        bins = shape.dp_size * fewest
+        longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
+        if (self._tokens + _SURE * self._deviation) / bins + longest <= shape.capacity:
+            # All batches almost surely fit into every round, so that only lengths vary.
             least = _SEQUENCES_OF_FULL // sequences if shape.fixed and shape.dp_size > 1 else 0
-            whole = self._whole_of(shape.dp_size * fewest, least)
+            whole = self._whole_of(bins, least)
             # With room for all, the capacity does not matter, nor what the bins are.
             if max(rows for _, rows in whole.fullest) <= shape.capacity:
                 return replace(whole, fullest=tuple((fewest, rows) for _, rows in whole.fullest))
@@ -251,14 +254,6 @@ class RoundModel:
         return self._whole[bins, rounds]
 
 
-def _never_waits(jobs: Sequence[JobLoad], capacity: float, bins: int) -> bool:
-    """True if all batches almost surely fit into every round, so that only lengths vary."""
-    mean = sum(job.batch_tokens for job in jobs)
-    spread: float = sum(job.batch_size * job.lengths.variance for job in jobs) ** 0.5
-    longest = max(job.lengths.longest for job in jobs) if bins > 1 else 0
-    return (mean + _SURE * spread) / bins + longest <= capacity
-
-
 _STAGE_DEPTH = 4
 """Most micro-batches for each stage, as `tlora train` has them: a job steps once a round at most,
 so long rounds keep jobs with small batches waiting for the others."""
@@ -267,31 +262,25 @@ _MOST_EMPTY = 1.5
 _TILE = 128
 
 
-class FullSize(NamedTuple):
-    """Size of a round whose micro-batches are all computed whole."""
-
-    micro_batch_tokens: int
-    num_micro_batches: int
-
-
 def full_sizes(
     rounds: RoundModel, jobs: Sequence[JobLoad], layout: Plan, budgets: Sequence[int]
-) -> Iterator[FullSize]:
+) -> list[tuple[int, int]]:
     """Ascending budgets with the numbers of micro-batches that they fill best, each pair once.
 
-    Budgets that just hold all batches come in addition: padding is computed like anything else.
+    All micro-batches are computed whole. Budgets that just hold all batches come in addition:
+    padding is computed like anything else.
     """
     tokens = sum(job.batch_tokens for job in jobs)
-    seen: set[FullSize] = set()
+    seen: set[tuple[int, int]] = set()
     for number, budget in enumerate(budgets):
         wanted = tokens / (budget * layout.dp_size)
         for count in _counts(layout, wanted):
             if number and count > _MOST_EMPTY * wanted:
                 continue
-            seen.add(FullSize(budget, count))
+            seen.add((budget, count))
     if len(budgets) > 1:
         seen.update(_just_enough(rounds, layout, budgets[0]))
-    yield from sorted(seen)
+    return sorted(seen)
 
 
 def _counts(layout: Plan, wanted: float) -> set[int]:
@@ -303,7 +292,7 @@ def _counts(layout: Plan, wanted: float) -> set[int]:
     return counts if layout.pp_size > 1 else counts | {1}
 
 
-def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[FullSize]:
+def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[tuple[int, int]]:
     """Budgets that hold all batches in the mean round, and in every round that was looked at."""
     step = _TILE * layout.tp_size * layout.cp_size
     unit = layout.pp_size
@@ -311,7 +300,7 @@ def _just_enough(rounds: RoundModel, layout: Plan, least: int) -> Iterator[FullS
         for rows in rounds.rows_for_all(count * layout.dp_size):
             budget = math.ceil(rows / step) * step
             if budget >= least:
-                yield FullSize(budget, count)
+                yield budget, count
 
 
 def _most(layout: Plan) -> int:

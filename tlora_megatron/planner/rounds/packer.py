@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from tlora_megatron.model.dispatch import ReplicaRate, admit, share_out, turns
 from tlora_megatron.model.micro_batches import choose_num_micro_batches
+from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.rounds.load import (
     ROWS_BIT,
     DrawnBatches,
@@ -30,8 +31,6 @@ _MOST_ROWS = 2**62
 
 
 class RoundShape(NamedTuple):
-    """Bounds of a round."""
-
     capacity: float
     """Rows of a micro-batch."""
     dp_size: int
@@ -163,22 +162,16 @@ _UNIT = 10**9
 
 
 def timed_load(
-    jobs: Sequence[JobLoad],
-    *,
-    micro_batch_tokens: int,
-    dp_size: int,
-    depth: int,
-    curvature: float,
-    row_multiple: int,
+    jobs: Sequence[JobLoad], plan: Plan, curvature: float, row_multiple: int
 ) -> RoundLoad:
-    """Fills rounds of drawn lengths as a run with `round_depth` does."""
-    square = round(curvature * _UNIT)
-    rates = [ReplicaRate(token_ps=_UNIT, square_ps=square, longest=micro_batch_tokens)] * dp_size
+    """Fills rounds of drawn lengths as a run of a plan with its `round_depth` does."""
+    square, longest = round(curvature * _UNIT), plan.micro_batch_tokens
+    rates = [ReplicaRate(token_ps=_UNIT, square_ps=square, longest=longest)] * plan.dp_size
     tokens, sequences = [0] * len(jobs), [0] * len(jobs)
     rows: list[int] = []
     """Padded rows of every micro-batch of all rounds."""
     parts: list[list[Part]] = []
-    for taken in drawn_rounds(jobs, rates, depth):
+    for taken in drawn_rounds(jobs, rates, plan.round_depth):
         tokens = [n + sum(own) for n, own in zip(tokens, taken, strict=True)]
         sequences = [n + len(own) for n, own in zip(sequences, taken, strict=True)]
         lengths = [length for own in taken for length in own]
@@ -194,7 +187,7 @@ def timed_load(
     # Means over the rounds; a micro-batch is that of the mean replica.
     rounds = len(parts)
     return RoundLoad(
-        micro_batches=len(rows) / rounds / dp_size,
+        micro_batches=len(rows) / rounds / plan.dp_size,
         rows=sum(rows) / len(rows),
         job_tokens=tuple(n / rounds for n in tokens),
         job_sequences=tuple(n / rounds for n in sequences),

@@ -169,7 +169,7 @@ def write_plan(
         path.write_text(_megatron(config, spec, ranked, jobs, nodes, local), encoding="utf-8")
         variables = "MEGATRON_LM=DIR CHECKPOINT=DIR"
         return [f"{variables} bash {shlex.quote(str(path))}"]
-    jobs.write_text(_yaml(config_to_dict(applied(config, plan))), encoding="utf-8")
+    write_config(jobs, applied(config, plan))
     text = slurm_script(
         jobs,
         nodes,

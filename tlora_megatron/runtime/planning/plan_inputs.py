@@ -31,7 +31,7 @@ from tlora_megatron.planner.hardware import (
     profiles_in,
     shipped_profiles,
 )
-from tlora_megatron.planner.layouts import SearchSpace
+from tlora_megatron.planner.layouts import Question, SearchSpace
 from tlora_megatron.planner.search import RankedPlan, search
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 
@@ -271,7 +271,8 @@ def best_plan(
     result = search(spec, jobs, hardware, num_gpus, space)
     if result.best is None:
         reasons = "; ".join(dropped.reason for dropped in result.dropped[:3])
-        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
+        question = Question(spec, jobs, hardware, num_gpus, space)
+        advice = advise(question, other_profiles(hardware))
         raise ValueError(
             f"--plan auto must find a plan that fits {num_gpus} x {hardware.gpu}, got none: "
             f"{reasons}. {advice}"
@@ -316,7 +317,8 @@ def best_deployment(
     best = deploy(spec, jobs, hardware, num_gpus, space).best
     if best is None:
         longest = max(job.lengths.longest for job in jobs)
-        advice = advise(spec, jobs, hardware, num_gpus, space, other_profiles(hardware))
+        question = Question(spec, jobs, hardware, num_gpus, space)
+        advice = advise(question, other_profiles(hardware))
         raise ValueError(
             f"--replicas any must find replicas for sequences of {longest} tokens on {num_gpus} x "
             f"{hardware.gpu}, got none. Replicas alike: {advice}"

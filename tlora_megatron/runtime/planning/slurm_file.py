@@ -105,7 +105,22 @@ def slurm_script(
     """The text of a script for sbatch; `whole_nodes`: a node has no further GPUs."""
     given = _given_options(options.sbatch, gpus)
     cores = str(_CORES_OF_A_GPU * gpus)
-    named = _defaults(nodes, gpus, cores, whole_nodes=whole_nodes) | given
+    # By itself --exclusive gives all cores, but not the memory.
+    whole: dict[str, str | None] = {"exclusive": None, "mem": "0"} if whole_nodes else {}
+    named: dict[str, str | None] = {  # what holds on most clusters
+        "job-name": "tlora",
+        "nodes": str(nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(gpus),
+        "cpus-per-task": cores,
+        **whole,
+        "time": "24:00:00",
+        "requeue": None,
+        "signal": "B:USR1@300",
+        "open-mode": "append",
+        "output": "slurm-%x-%j.log",
+        **given,
+    }
     for name, others in _INSTEAD.items():
         if name not in given and not given.keys().isdisjoint(others):
             named[name] = ""
@@ -124,25 +139,6 @@ def slurm_script(
     # The text for a place of the script may hold places itself.
     values["@AGENT@"] = values["@AGENT@"].replace("@NODES@", values["@NODES@"])
     return re.sub("|".join(values), lambda found: values[found[0]], _SCRIPT)
-
-
-def _defaults(nodes: int, gpus: int, cores: str, *, whole_nodes: bool) -> dict[str, str | None]:
-    """Options of sbatch that hold on most clusters."""
-    # By itself --exclusive gives all cores, but not the memory.
-    whole: dict[str, str | None] = {"exclusive": None, "mem": "0"} if whole_nodes else {}
-    return {
-        "job-name": "tlora",
-        "nodes": str(nodes),
-        "ntasks-per-node": "1",
-        "gpus-per-node": str(gpus),
-        "cpus-per-task": cores,
-        **whole,
-        "time": "24:00:00",
-        "requeue": None,
-        "signal": "B:USR1@300",
-        "open-mode": "append",
-        "output": "slurm-%x-%j.log",
-    }
 
 
 def _given_options(words: Iterable[str], gpus: int) -> dict[str, str | None]:

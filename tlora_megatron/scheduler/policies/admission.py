@@ -106,7 +106,7 @@ class Grouping:
         """Starts, merges or splits groups."""
         tentative = TentativeGroups(now_s, cluster, self.speeds, self.rules)
         if len(jobs):
-            left = self._start(tentative, jobs, cluster, changes)
+            left = self._start(tentative, jobs, changes)
             if self.rules.use_residual:
                 self._merge(tentative, Hosts(tentative, changes, left, len(jobs)))
         elif changes.freed and cluster.free.num:
@@ -114,11 +114,7 @@ class Grouping:
         return tentative.decisions()
 
     def _start(
-        self,
-        tentative: TentativeGroups,
-        jobs: WaitingQueue,
-        cluster: ClusterState,
-        changes: Changes,
+        self, tentative: TentativeGroups, jobs: WaitingQueue, changes: Changes
     ) -> list[Waiting]:
         """Starts jobs alone on free GPUs, in order, and returns those that still wait.
 
@@ -127,8 +123,8 @@ class Grouping:
         first are reserved for it (backfilling): no job that would be in its way starts there. If
         no GPUs became free, a job that is neither overdue nor new is skipped.
         """
-        others = self._order(tentative, jobs, cluster)
-        overdue = jobs.overdue(tentative.now_s, self.rules.lookahead, cluster.may_run)
+        others = self._order(tentative, jobs)
+        overdue = jobs.overdue(tentative.now_s, self.rules.lookahead, tentative.may_run)
         first = {waiting.job.index for waiting in overdue}
         order = [*overdue, *(waiting for waiting in others if waiting.job.index not in first)]
         choose, refused = self._chooser(order), set[tuple[int, int]]()
@@ -150,12 +146,10 @@ class Grouping:
                 tentative.accept(proposal)
         return left
 
-    def _order(
-        self, tentative: TentativeGroups, jobs: WaitingQueue, cluster: ClusterState
-    ) -> list[Waiting]:
+    def _order(self, tentative: TentativeGroups, jobs: WaitingQueue) -> list[Waiting]:
         """The first of the jobs that wait, in the order in which they are started."""
         ordered = jobs.by_size if self.shortest_first else jobs.by_arrival
-        return ordered(self.rules.lookahead, cluster.may_run)
+        return ordered(self.rules.lookahead, tentative.may_run)
 
     def _chooser(self, order: Sequence[Waiting]) -> Choose:
         """Chooses as many GPUs as a job asks for."""
@@ -173,18 +167,13 @@ class MemoryDriven(Grouping):
     """Uses free GPUs first; then the host with fewest members that has the memory."""
 
     def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
-        """Adds each job to the first host with room; asks once for all equal jobs."""
-        refused: set[tuple[int, int, bool]] = set()
-        for waiting in hosts.candidates():
-            key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
-            if key in refused:
-                continue
-            wide = [host for host in hosts.of(waiting) if len(host.gpus) >= waiting.job.num_gpus]
+        """Adds each job to the first host with room."""
+
+        def first(waiting: Waiting, groups: list[Group]) -> tuple[Group, Proposal] | bool:
+            wide = [host for host in groups if len(host.gpus) >= waiting.job.num_gpus]
             for host in sorted(wide, key=lambda host: (len(host.members), host.number)):
-                proposal = tentative.with_joining(host, waiting)
-                if proposal is not None:
-                    hosts.mark_changed(tentative.accept(proposal, (host,)))
-                    break
-            else:
-                if tentative.within_quota(waiting):
-                    refused.add(key)
+                if (proposal := tentative.with_joining(host, waiting)) is not None:
+                    return host, proposal
+            return False
+
+        hosts.merge_each(first)

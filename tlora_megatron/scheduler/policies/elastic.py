@@ -187,12 +187,11 @@ def _room(
     end_s = own.group.last_end_s + tentative.rules.cost.save_s([member.job]) + _ROUNDING_S
     if keep:
         rest = tentative.propose(tentative.parts_of(group), group.gpus[:keep], group)
-        if rest is None or end_s > tentative.claims.needed_s(gpus):
+        if rest is None or end_s > tentative.needed_s(gpus):
             return None
         return Room(group, rest, waiting, gpus)
-    pause = tentative.as_paused(group, member).pause
-    assert pause is not None, "it is paused there"
-    return None if end_s > pause.back_by_s else Room(group, None, waiting, gpus)
+    back_by_s = tentative.pause_of(group, member).back_by_s
+    return None if end_s > back_by_s else Room(group, None, waiting, gpus)
 
 
 def grow(tentative: ElasticGroups) -> None:
@@ -261,7 +260,7 @@ class Elastic(NetBenefit):
         tentative = ElasticGroups(
             now_s, cluster, self.speeds, self.rules, jobs.paused(), most_mixes=_MOST_MIXES
         )
-        order = self._all_in_order(tentative, jobs, cluster)
+        order = self._all_in_order(tentative, jobs)
         left = _start(tentative, order, changes)
         left = join_clients(tentative, left)
         left = make_room(tentative, left)
@@ -271,15 +270,13 @@ class Elastic(NetBenefit):
         grow(tentative)
         return tentative.decisions()
 
-    def _all_in_order(
-        self, tentative: ElasticGroups, jobs: WaitingQueue, cluster: ClusterState
-    ) -> list[Waiting]:
+    def _all_in_order(self, tentative: ElasticGroups, jobs: WaitingQueue) -> list[Waiting]:
         """The jobs to look at: the shortest first; before an overdue one come all paused jobs."""
-        lookahead = self.rules.lookahead
-        overdue = jobs.overdue(tentative.now_s, lookahead, cluster.may_run)
+        lookahead, may_run = self.rules.lookahead, tentative.may_run
+        overdue = jobs.overdue(tentative.now_s, lookahead, may_run)
         overdue = [waiting for waiting in overdue if waiting.pause is None]
         first = {waiting.job.index for waiting in overdue}
-        others = {w.job.index: w for w in jobs.by_size(lookahead, cluster.may_run)}
+        others = {w.job.index: w for w in jobs.by_size(lookahead, may_run)}
         others |= {w.job.index: w for w in jobs.paused()}
         rest = [waiting for index, waiting in others.items() if index not in first]
         rest.sort(key=lambda w: (-w.job.priority, tentative.least_s(w), w.job.index))

@@ -6,7 +6,7 @@ Some GPUs are held back: for paused jobs that come back, and for a job that is o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.fleet import Parts, ends_in_bounds, formed, paused, speeds_in_bounds
@@ -19,61 +19,12 @@ from tlora_megatron.scheduler.policy import (
     Rules,
     soonest_nodes,
 )
-from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting
+from tlora_megatron.scheduler.queue import Group, Job, Member, Pause, Waiting, soonest_back_s
 
 _MOST_OF_FULL = 1.05
 """A group may be a little faster than the reference load that defines full speed."""
 _MOST_RESERVATIONS = 2
 """Jobs that nodes are reserved for at a time."""
-
-
-class Claims:
-    """The GPUs of paused jobs, and when each is needed again at the latest."""
-
-    def __init__(self, paused: Iterable[Waiting] = ()) -> None:
-        self._pauses: dict[int, tuple[int, ...]] = {}
-        self._back_by_s: dict[int, dict[int, float]] = {}
-        """GPU -> job -> when it must have the GPU."""
-        for waiting in paused:
-            self.add(waiting)
-
-    def add(self, waiting: Waiting) -> None:
-        """Enters a job that is paused."""
-        assert waiting.pause is not None, "only a paused job has a claim"
-        index, pause = waiting.job.index, waiting.pause
-        self._pauses[index] = pause.gpus
-        for gpu in pause.gpus:
-            self._back_by_s.setdefault(gpu, {})[index] = pause.back_by_s
-
-    def drop(self, index: int) -> None:
-        """Forgets a job that trains again, wherever that is."""
-        for gpu in self._pauses.pop(index, ()):
-            del self._back_by_s[gpu][index]
-            if not self._back_by_s[gpu]:
-                del self._back_by_s[gpu]
-
-    def needed_s(self, gpus: Iterable[int], without: Collection[int] = ()) -> float:
-        """When a paused job, but those left out, needs one of these GPUs; infinite if none does."""
-        if not self._back_by_s:
-            return math.inf
-        return min(
-            (
-                back_by_s
-                for gpu in gpus
-                for index, back_by_s in self._back_by_s.get(gpu, {}).items()
-                if index not in without
-            ),
-            default=math.inf,
-        )
-
-    def first_choices(self, free: FreeGpus) -> Iterator[FreeGpus]:
-        """The free GPUs without a claim, then all of them."""
-        if self._back_by_s:
-            nodes = map(free.in_node, range(free.shape.num_nodes))
-            yield FreeGpus(
-                free.shape, [[g for g in gpus if g not in self._back_by_s] for gpus in nodes]
-            )
-        yield free
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +57,8 @@ class TentativeGroups:
         self.shape = cluster.shape
         self.free = cluster.free.copy()
         self.groups = dict(cluster.groups)
+        self.may_run = cluster.may_run
+        """As of the cluster before this decision."""
         self._cluster = cluster
         self.speeds = speeds
         self.rules = rules
@@ -120,7 +73,8 @@ class TentativeGroups:
         self._vacated_s: dict[int, float] = {}
         """GPU -> seconds until the state of those who leave it is saved."""
         self._pausing: list[int] = []
-        self.claims = Claims(paused)
+        self._pauses = {w.job.index: w.pause for w in paused if w.pause is not None}
+        """Job -> its claim to the GPUs that it held."""
         self._mixes: set[tuple[Kinds, int]] = set()
         self._most_mixes = most_mixes
 
@@ -198,7 +152,7 @@ class TentativeGroups:
         if keep_bounds and not ends_in_bounds(group):
             return None
         own = [waiting.job.index for waiting in parts.joining]
-        if group.last_end_s > self.claims.needed_s(gpus, own):
+        if group.last_end_s > self.needed_s(gpus, own):
             return None
         return Proposal(group=group, parts=parts)
 
@@ -237,12 +191,24 @@ class TentativeGroups:
         if not self.within_quota(waiting):
             return None
         parts = Parts(joining=(waiting,))
-        for free in self.claims.first_choices(self.free):
+        for free in self._first_choices():
             gpus = free.find(num_gpus)
             proposal = None if gpus is None else self.propose(parts, gpus)
             if proposal is not None:
                 return proposal
         return None
+
+    def _first_choices(self) -> Iterator[FreeGpus]:
+        """The free GPUs that no paused job needs, then all of them."""
+        claimed = {gpu for pause in self._pauses.values() for gpu in pause.gpus}
+        if claimed:
+            nodes = map(self.free.in_node, range(self.shape.num_nodes))
+            yield FreeGpus(self.shape, [[g for g in gpus if g not in claimed] for gpus in nodes])
+        yield self.free
+
+    def needed_s(self, gpus: Iterable[int], without: Collection[int] = ()) -> float:
+        """When a paused job, but those left out, needs one of these GPUs; infinite if none does."""
+        return soonest_back_s((p for i, p in self._pauses.items() if i not in without), gpus)
 
     def wider(self, group: Group, num_gpus: int) -> Proposal | None:
         """A group on more GPUs, its own among those it may get; None as in `propose`."""
@@ -264,17 +230,15 @@ class TentativeGroups:
         self._release(group)
         for member in group.members:
             self._pausing.append(member.job.index)
-            self.claims.add(self.as_paused(group, member))
+            self._pauses[member.job.index] = self.pause_of(group, member)
 
-    def as_paused(self, group: Group, member: Member) -> Waiting:
-        """A running member as it would wait if it were paused now."""
-        return paused(
-            group,
-            member,
-            now_s=self.now_s,
-            cost=self.rules.cost,
-            end_by_s=self.claims.needed_s(group.gpus),
-        )
+    def pause_of(self, group: Group, member: Member) -> Pause:
+        """The pause of a running member if it began now."""
+        end_by_s = self.needed_s(group.gpus)
+        cost = self.rules.cost
+        found = paused(group, member, now_s=self.now_s, cost=cost, end_by_s=end_by_s).pause
+        assert found is not None, "a paused job has a claim"
+        return found
 
     def is_changed(self, group: Group) -> bool:
         """True if this decision has formed or changed the group."""
@@ -299,7 +263,7 @@ class TentativeGroups:
             if waiting.job.index not in before and waiting.pause is None:
                 tenant = waiting.job.tenant
                 self._asked[tenant] = self._asked.get(tenant, 0) + waiting.job.num_gpus
-            self.claims.drop(waiting.job.index)
+            self._pauses.pop(waiting.job.index, None)
         group = proposal.group
         self._new += group.number < 0
         (self._kept if self.is_reserved(group) else self.free).take(group.gpus)
@@ -321,6 +285,11 @@ class TentativeGroups:
             )
             left, self._pausing = [], []
         return found
+
+
+Find = Callable[[Waiting, list[Group]], tuple[Group, Proposal] | bool]
+"""Chooses a job's host and their merge; False if none of the groups can take the job, True if one
+could, and does not."""
 
 
 class Hosts:
@@ -354,3 +323,15 @@ class Hosts:
         base = waiting.job.base
         numbers = groups if self.is_new(waiting) else self._changed
         return [groups[n] for n in sorted(numbers) if n in groups and groups[n].base == base]
+
+    def merge_each(self, find: Find) -> None:
+        """Adds each job to the host that `find` gives; asks once for all equal jobs."""
+        refused: set[tuple[int, int, bool]] = set()
+        for waiting in self.candidates():
+            key = (waiting.job.kind, waiting.job.num_gpus, self.is_new(waiting))
+            found = key not in refused and find(waiting, self.of(waiting))
+            if not isinstance(found, bool):
+                host, proposal = found
+                self.mark_changed(self._tentative.accept(proposal, (host,)))
+            elif not found and self._tentative.within_quota(waiting):
+                refused.add(key)

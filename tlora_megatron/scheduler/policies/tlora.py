@@ -14,11 +14,12 @@ import heapq
 from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from tlora_megatron.scheduler.policies.admission import Choose, Grouping, grow, separate, shrink
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policy import ClusterState, soonest_nodes
+from tlora_megatron.scheduler.policy import soonest_nodes
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 _DELAY_WEIGHT, _OTHERS_WEIGHT = 2.0, 3.0
@@ -108,13 +109,11 @@ _Ranked = tuple[float, int]
 class ResidualGrouping(Grouping):
     """Merges each waiting job into the running group that it fits most tightly."""
 
-    def _order(
-        self, tentative: TentativeGroups, jobs: WaitingQueue, cluster: ClusterState
-    ) -> list[Waiting]:
+    def _order(self, tentative: TentativeGroups, jobs: WaitingQueue) -> list[Waiting]:
         """The most urgent first; before an overdue one starts, groups give up GPUs."""
-        if jobs.overdue(tentative.now_s, 1, cluster.may_run):
+        if jobs.overdue(tentative.now_s, 1, tentative.may_run):
             shrink(tentative)
-        queue = jobs.by_arrival(self.rules.lookahead, cluster.may_run)
+        queue = jobs.by_arrival(self.rules.lookahead, tentative.may_run)
         return sorted(queue, key=lambda w: self._urgent_first(w, tentative.now_s))
 
     def _spread(self, tentative: TentativeGroups) -> None:
@@ -184,36 +183,39 @@ class NetBenefit(Grouping):
     shortest_first: bool = True
 
     def _chooser(self, order: Sequence[Waiting]) -> Choose:
-        return _Sizes(order).choose
+        """Chooses as many GPUs as a job asks for, or fewer if others wait for the rest."""
+        demand = [0, *accumulate(waiting.job.num_gpus for waiting in order)]
+        places = {waiting.job.index: place for place, waiting in enumerate(order)}
+
+        def choose(tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
+            asked, place = waiting.job.num_gpus, places[waiting.job.index]
+            # Jobs behind it in the queue that could not start beside it now.
+            room = demand[place] + tentative.free.num
+            others = len(demand) - max(place + 2, bisect_right(demand, room))
+            sizes = [asked >> power for power in range(asked.bit_length())]
+            for size in sorted(sizes, key=lambda size: _cost_s(tentative, waiting, size, others)):
+                proposal = tentative.alone(waiting, size)
+                if proposal is not None:
+                    return proposal if _ends_earlier(tentative, waiting, proposal) else None
+            return None
+
+        return choose
 
     def _spread(self, tentative: TentativeGroups) -> None:
         separate(tentative)
         grow(tentative)
 
     def _merge(self, tentative: TentativeGroups, hosts: Hosts) -> None:
-        refused: set[tuple[int, int, bool]] = set()
-        candidates = hosts.candidates()
-        if not candidates:
-            return
-        benefit = MergeBenefit(tentative, hosts)
-        for waiting in candidates:
-            key = (waiting.job.kind, waiting.job.num_gpus, hosts.is_new(waiting))
-            if key in refused:
-                continue
-            found = self._best_host(tentative, hosts.of(waiting), waiting, benefit)
-            if isinstance(found, bool):
-                if not found and tentative.within_quota(waiting):
-                    refused.add(key)
-                continue
-            host, proposal = found
-            hosts.mark_changed(tentative.accept(proposal, (host,)))
+        if hosts.candidates():
+            benefit = MergeBenefit(tentative, hosts)
+            hosts.merge_each(partial(self._best_host, tentative, benefit))
 
     def _best_host(
         self,
         tentative: TentativeGroups,
-        groups: list[Group],
-        waiting: Waiting,
         benefit: MergeBenefit,
+        waiting: Waiting,
+        groups: list[Group],
     ) -> tuple[Group, Proposal] | bool:
         """The best host and its merge; if no merge pays, whether any host could take the job."""
         best, most, possible = None, 0.0, False
@@ -232,36 +234,12 @@ class NetBenefit(Grouping):
         return possible if best is None else best
 
 
-class _Sizes:
-    """Chooses on how many GPUs a job starts: fewer than it asks for if others wait for the rest."""
-
-    def __init__(self, order: Sequence[Waiting]) -> None:
-        self._demand = [0, *accumulate(waiting.job.num_gpus for waiting in order)]
-        self._place = {waiting.job.index: place for place, waiting in enumerate(order)}
-
-    def choose(self, tentative: TentativeGroups, waiting: Waiting) -> Proposal | None:
-        """Proposes the best number of GPUs that the free ones and the job's bound allow."""
-        asked = waiting.job.num_gpus
-        others = self._held_up(tentative, waiting)
-        sizes = [asked >> power for power in range(asked.bit_length())]
-        for size in sorted(sizes, key=lambda size: _cost_s(tentative, waiting, size, others)):
-            proposal = tentative.alone(waiting, size)
-            if proposal is not None:
-                return proposal if self._ends_earlier(tentative, waiting, proposal.group) else None
-        return None
-
-    def _ends_earlier(self, tentative: TentativeGroups, waiting: Waiting, group: Group) -> bool:
-        """True if fewer GPUs now let the job end earlier than all its GPUs later."""
-        if tentative.free.find(waiting.job.num_gpus) is not None:
-            return True
-        later_s = list_schedule(tentative, (waiting,))[waiting.job.index]
-        return group.last_end_s <= later_s + waiting.isolated_left_s
-
-    def _held_up(self, tentative: TentativeGroups, waiting: Waiting) -> int:
-        """Number of jobs behind it in the queue that could not start beside it now."""
-        place = self._place[waiting.job.index]
-        room = self._demand[place] + tentative.free.num
-        return len(self._demand) - max(place + 2, bisect_right(self._demand, room))
+def _ends_earlier(tentative: TentativeGroups, waiting: Waiting, proposal: Proposal) -> bool:
+    """True if fewer GPUs now let the job end earlier than all its GPUs later."""
+    if tentative.free.find(waiting.job.num_gpus) is not None:
+        return True
+    later_s = list_schedule(tentative, (waiting,))[waiting.job.index]
+    return proposal.group.last_end_s <= later_s + waiting.isolated_left_s
 
 
 def _cost_s(
