@@ -79,6 +79,8 @@ def _piece(number: int, prompt: Prompt, choice: Mapping[str, Any]) -> Piece:
     tokens = tuple(choice.get("token_ids") or ())
     logprobs = choice.get("logprobs") or {}
     count, reason = prompt.params.top_logprobs, choice.get("finish_reason")
+    if reason not in (None, "stop", "length"):  # it is no whole sample
+        raise SamplerUnavailable(f"vLLM broke a sample off: {reason}")
     stopped_by = choice.get("stop_reason")
     if reason == "stop" and stopped_by is None:  # vLLM does not name the end of sequence
         stopped_by = tokens[-1] if tokens else None
