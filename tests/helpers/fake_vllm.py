@@ -188,6 +188,8 @@ def make_app(
             adapters.is_dead = True
         if adapters.is_dead:
             return _error(500, "EngineCore encountered an issue.")
+        if body.n > 1 and body.temperature == 0:
+            return _error(400, "n must be 1 when using greedy sampling")
         if 255 in body.prompt:
             return _error(400, "Token id 255 is out of vocabulary")
         if body.stream and body.prompt_logprobs is not None:

@@ -27,6 +27,8 @@ from tlora_megatron.service.sampling.sampler import SamplerUnavailable, Sampling
 from tlora_megatron.service.supervisor import Child
 
 _TOKEN = "token_id:"
+_GREEDY = 1e-5
+"""Below this temperature vLLM takes the likeliest tokens."""
 
 
 def to_request(prompt: Prompt, *, streams: bool) -> dict[str, Any]:
@@ -38,7 +40,8 @@ def to_request(prompt: Prompt, *, streams: bool) -> dict[str, Any]:
         "prompt": list(prompt.tokens),
         # A prompt is not scored without a token behind it.
         "max_tokens": 1 if params.max_tokens == 0 else params.max_tokens,
-        "n": prompt.num_samples,
+        # vLLM refuses several of what is the same.
+        "n": 1 if params.temperature < _GREEDY else prompt.num_samples,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or 0,
@@ -71,8 +74,10 @@ def pieces_of(number: int, prompt: Prompt, body: Mapping[str, Any]) -> Iterator[
         yield Piece(prompt=number, scores=_scores(prompt, choices[0]["prompt_logprobs"]))
     if prompt.params.max_tokens == 0:
         return
+    times = prompt.num_samples if prompt.params.temperature < _GREEDY else 1
     for choice in choices:
-        yield _piece(number, prompt, choice)
+        piece = _piece(number, prompt, choice)
+        yield from (replace(piece, sample=piece.sample + more) for more in range(times))
 
 
 def _piece(number: int, prompt: Prompt, choice: Mapping[str, Any]) -> Piece:
