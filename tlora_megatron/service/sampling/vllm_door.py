@@ -37,15 +37,10 @@ _PREFIX = "lora-"
 
 
 class ServerGone(Exception):
-    """A server does not answer, or has forgotten an adapter: it can be asked again, or another.
+    """A server does not answer, or has forgotten an adapter: it can be asked again, or another."""
 
-    Args:
-        was_there: True if it had taken the request.
-    """
-
-    def __init__(self, what: str, *, was_there: bool = True) -> None:
-        super().__init__(what)
-        self.was_there = was_there
+    was_there = True
+    """False if it has not taken the request."""
 
 
 class _Missing(SamplingRefused):
@@ -271,7 +266,9 @@ class Door:
         self._is_known = False
         self.rest_until_s = time.monotonic() + self._rest_s
         self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
-        return ServerGone(f"vLLM at {self.server.address}: {what}", was_there=was_there)
+        error = ServerGone(f"vLLM at {self.server.address}: {what}")
+        error.was_there = was_there
+        return error
 
     def _check(self, answer: httpx.Response) -> None:
         if answer.is_success:
