@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types and the tests; every stage runs even if an earlier one failed.
 #
-# usage: scripts/test.sh [quick|all|gpu] [pytest arguments]
+# usage: scripts/test.sh [quick|all|gpu|vllm] [pytest arguments]
 #   quick    lint, types and tests/unit without the slow ones
 #   all      also further combinations of what is tested one by one, and what wants four cores
 #   gpu      what needs one GPU, and nothing else; writes tests/gpu/last_run.json, which CI reads. Uses the
 #            packages of python3 (or $TLORA_BASE_PYTHON) and wheels in .whl or ../shared/wheels; needs no network.
 #            Behind the tests the smoke figures are measured, unless its first argument is --no-smoke
+#   vllm     what asks the real vLLM that VLLM_COMMAND names (scripts/vllm_server.sh), and nothing else
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core, and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed
@@ -42,6 +43,7 @@ python=$(scripts/setup_env.sh test) || exit 1
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 unset PYTHONDONTWRITEBYTECODE  # each process that a test starts would compile the package anew
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+if [[ ${1:-} == vllm ]]; then exec "$python" -m pytest -q tests/integration/test_real_vllm.py "${@:2}"; fi
 cores=$(env -u OMP_NUM_THREADS nproc)  # nproc would repeat OMP_NUM_THREADS
 workers=$((cores < 8 ? cores + 1 : 8))
 [[ -n $quick ]] && workers=$((cores < 8 ? cores : 8))  # quick tests wait for nothing

@@ -92,9 +92,13 @@ def _reason_to_skip(mark: str) -> str | None:
         return f"needs four CPU cores, got {cores} (TLORA_ALL_TESTS=1 runs it all the same)"
     if mark == "megatron_lm" and not _megatron_lm().is_file():
         return "needs MEGATRON_LM_PATH to name a Megatron-LM checkout"
-    for name, variable in (("old_tinker", "TINKER_OLD_PYTHON"), ("cookbook", "COOKBOOK_PYTHON")):
+    for name, variable, what in (
+        ("old_tinker", "TINKER_OLD_PYTHON", "an interpreter of scripts/tinker_clients.sh"),
+        ("cookbook", "COOKBOOK_PYTHON", "an interpreter of scripts/tinker_clients.sh"),
+        ("vllm", "VLLM_COMMAND", "the vllm of scripts/vllm_server.sh"),
+    ):
         if mark == name and not Path(os.environ.get(variable) or "nowhere").is_file():
-            return f"needs {variable} to name an interpreter of scripts/tinker_clients.sh"
+            return f"needs {variable} to name {what}"
     if mark == "shared" and not _shared_data().is_dir():
         return "needs TLORA_SHARED_DATA to name the shared data folder"
     return None

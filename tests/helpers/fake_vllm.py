@@ -77,12 +77,21 @@ class Detokenize(_Strict):
 class Adapters:
     """The adapters that a server knows by name, of which it holds the last few."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, most_rank: int) -> None:
         self.folders: dict[str, str] = {}
         self.is_dead = False
         self._most = most
+        self._most_rank = most_rank
         self._steps: dict[str, int] = {}
         """The least lately used first."""
+
+    def check(self, folder: str) -> None:
+        """Refuses an adapter with too high a rank; a configuration that is no JSON has none."""
+        text = (Path(folder) / "adapter_config.json").read_text()
+        rank = json.loads(text).get("r", 1) if text.startswith("{") else 1
+        if rank > self._most_rank:
+            most = self._most_rank
+            raise ValueError(f"LoRA rank {rank} is greater than max_lora_rank {most}.")
 
     def step(self, name: str) -> int:
         """The step of an adapter, which is read if it is not held; 1 = the base's."""
@@ -102,6 +111,7 @@ def make_app(
     key: str | None,
     log: list[Any] | None = None,
     max_loras: int = 8,
+    max_lora_rank: int = 64,
     told: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The server's app; `log` gets what is asked.
@@ -109,7 +119,8 @@ def make_app(
     Args:
         told: of `model_config` in `/server_info`, which only a server in dev mode has.
     """
-    app, adapters, asked = FastAPI(), Adapters(max_loras), [] if log is None else log
+    app, asked = FastAPI(), [] if log is None else log
+    adapters = app.state.adapters = Adapters(max_loras, max_lora_rank)
 
     @app.middleware("http")
     async def check_key(request: Request, call: Any) -> Any:
@@ -125,7 +136,14 @@ def make_app(
         return {"vllm_config": {"model_config": told}}
 
     @app.get("/health")
-    async def health() -> None: ...
+    async def health() -> Any:
+        asked.append(("health", ""))
+        return JSONResponse({}, 503 if adapters.is_dead else 200)
+
+    @app.get("/v1/models")
+    async def models() -> Any:
+        loaded = [{"id": name, "parent": base} for name in adapters.folders]
+        return {"object": "list", "data": [{"id": base, "parent": None}, *loaded]}
 
     @app.post("/v1/load_lora_adapter", response_class=PlainTextResponse)
     async def load(adapter: Adapter) -> Any:
@@ -135,6 +153,10 @@ def make_app(
         if adapter.lora_name in adapters.folders:
             told = f"The lora adapter '{adapter.lora_name}' has already been loaded."
             return _error(400, told)
+        try:
+            adapters.check(str(adapter.lora_path))
+        except ValueError as error:
+            return _error(500, f"Call to add_lora method failed: {error}")
         adapters.folders[adapter.lora_name] = str(adapter.lora_path)
         adapters.step(adapter.lora_name)
         return f"Success: LoRA adapter '{adapter.lora_name}' added successfully."
@@ -166,6 +188,8 @@ def make_app(
             adapters.is_dead = True
         if adapters.is_dead:
             return _error(500, "EngineCore encountered an issue.")
+        if body.n > 1 and body.temperature == 0:
+            return _error(400, "n must be 1 when using greedy sampling")
         if 255 in body.prompt:
             return _error(400, "Token id 255 is out of vocabulary")
         if body.stream and body.prompt_logprobs is not None:
@@ -224,7 +248,9 @@ def main() -> None:
         sys.exit("ValueError: the engine core has failed")
     assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "True"
     slots = int(args.max_loras)
-    app = make_app(args.served_model_name, os.environ["VLLM_API_KEY"], max_loras=slots)
+    rank = int(args.max_lora_rank)
+    key = os.environ["VLLM_API_KEY"]
+    app = make_app(args.served_model_name, key, max_loras=slots, max_lora_rank=rank)
     uvicorn.run(app, host=args.host, port=int(args.port), log_level="warning")
 
 

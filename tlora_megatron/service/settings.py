@@ -222,9 +222,17 @@ def add_passed_on_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sampler-address",
+        action="append",
+        default=[],
         metavar="URL",
         help="vLLM server that runs already and serves each base under its name; its key is read "
-        "from VLLM_API_KEY (default: vllm serve is started for each base)",
+        "from VLLM_API_KEY; repeatable (default: vllm serve is started for each base)",
+    )
+    parser.add_argument(
+        "--sampler-words",
+        metavar="WORDS",
+        help="more words for vllm serve, such as '--tensor-parallel-size 2'; of servers at "
+        "--sampler-address, the --max-loras and --max-lora-rank that they have",
     )
     parser.add_argument(
         MAY_DIFFER,
@@ -243,8 +251,10 @@ def keep_sessions_s(args: argparse.Namespace) -> float:
 
 def passed_on_words(args: argparse.Namespace) -> list[str]:
     """The same words again, for that process."""
-    given = {"--sampler-gpu": args.sampler_gpu, "--sampler-address": args.sampler_address}
-    more = [word for name, value in given.items() if value is not None for word in (name, value)]
+    given = {"--sampler-gpu": args.sampler_gpu, "--sampler-words": args.sampler_words}
+    # In one word: words begin with --, too.
+    more = [f"{name}={value}" for name, value in given.items() if value is not None]
+    more += [word for url in args.sampler_address for word in ("--sampler-address", url)]
     more += [word for name in args.allow_host for word in ("--allow-host", name)]
     if args.sampler_may_differ:
         more.append(MAY_DIFFER)
@@ -262,9 +272,9 @@ def open_sampler(
     Raises:
         ConfigError: for words that do not go together.
     """
-    if args.sampler_address is not None and args.sampler != "vllm":
+    if args.sampler_address and args.sampler != "vllm":
         raise must("--sampler-address", "be given with --sampler vllm", args.sampler_address)
-    if args.sampler_may_differ and args.sampler_address is None:
+    if args.sampler_may_differ and not args.sampler_address:
         raise must(MAY_DIFFER, "be given with --sampler-address", True)
     if args.sampler == "off":
         return None
@@ -276,8 +286,10 @@ def open_sampler(
     from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
     from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
 
-    running = probe = None
-    if args.sampler_address is not None:
-        running = Server(args.sampler_address.rstrip("/"), os.environ.get("VLLM_API_KEY"))
+    key, probe, settings = os.environ.get("VLLM_API_KEY"), None, VllmSettings(gpu=args.sampler_gpu)
+    if args.sampler_address:
         probe = ProbeSettings(home=home, may_differ=args.sampler_may_differ, say=say)
-    return VllmSampler(folder, base_of, VllmSettings(gpu=args.sampler_gpu), running, probe)
+        settings = VllmSettings(most_rank=None)
+    running = [Server(url.rstrip("/"), key) for url in args.sampler_address]
+    settings = settings.with_words(args.sampler_words or "")
+    return VllmSampler(folder, base_of, settings, running, probe)

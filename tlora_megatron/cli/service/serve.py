@@ -39,6 +39,10 @@ def check_http(args: argparse.Namespace) -> None:
     _check_together(args)
     check_bases(args.bases)
     keep_sessions_s(args)
+    if args.sampler_words is not None:
+        from tlora_megatron.service.sampling.vllm_server import VllmSettings
+
+        VllmSettings().with_words(args.sampler_words)
     if args.http is not None:
         from tlora_megatron.service.front import Place, listen
 
@@ -55,11 +59,12 @@ def _check_together(args: argparse.Namespace) -> None:
     }
     without = "without --http" if args.http is None else ""
     for name, value in given.items():
-        if not without and name == "sampler_address" and args.sampler != "vllm":
-            raise must("--sampler-address", "be given with --sampler vllm", value)
+        of_vllm = name in ("sampler_address", "sampler_words") and args.sampler != "vllm"
+        if of_vllm and not without:
+            raise must(f"--{name.replace('_', '-')}", "be given with --sampler vllm", value)
         if args.sampler == "off" and name == "sampler_gpu":
             without = "with --sampler off"
-        if args.sampler_address is not None and name == "sampler_gpu":
+        if args.sampler_address and name == "sampler_gpu":
             without = "with --sampler-address, whose server has its own GPU"
         if without:
             raise must(f"--{name.replace('_', '-')}", f"be left out {without}", value)

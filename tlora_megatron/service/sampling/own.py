@@ -142,6 +142,13 @@ class OwnSampler(Sampler):
         message = {"op": "decode", "tokens": list(tokens), "each": True}
         return (await self._ask_one(base, message))["texts"]
 
+    def check_room(self) -> None:
+        if self._num_waiting >= (most := self._settings.most_waiting):
+            raise SamplerBusy(
+                f"the sampler must have at most {most} requests waiting, got one more: try again "
+                "soon"
+            )
+
     async def close(self) -> None:
         """Ends the processes that were started here."""
         for task in self._starting.values():
@@ -180,13 +187,9 @@ class OwnSampler(Sampler):
     @asynccontextmanager
     async def _turn(self, base: str) -> AsyncIterator[None]:
         """Waits until a base's process may have one more request; refuses one too many."""
-        settings = self._settings
-        if self._num_waiting >= settings.most_waiting:
-            raise SamplerBusy(
-                f"the sampler must have at most {settings.most_waiting} requests waiting, got one "
-                "more: try again soon"
-            )
-        turns = self._turns.setdefault(self._socket(base), asyncio.Semaphore(settings.most_open))
+        self.check_room()
+        most = self._settings.most_open
+        turns = self._turns.setdefault(self._socket(base), asyncio.Semaphore(most))
         self._num_waiting += 1
         try:
             await turns.acquire()

@@ -54,6 +54,9 @@ class Sampler:
         """Returns the text of each token alone."""
         raise NotImplementedError
 
+    def check_room(self) -> None:
+        """Refuses by `SamplerBusy` while no more requests may wait."""
+
     async def close(self) -> None:
         """Ends what was started here."""
         raise NotImplementedError

@@ -1,27 +1,28 @@
-"""A `Sampler` over vLLM's server: one that runs already, or one for each base that is started."""
+"""A `Sampler` over vLLM's servers: some that run already, or one for each base that is started."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
-from tlora_megatron.runtime.sampling.values import AdapterKey, Answer, Piece, Prompt, gather
+from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, gather
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
     Sampler,
+    SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
 )
+from tlora_megatron.service.sampling.vllm_door import Door, NamedAdapter, ServerGone
 from tlora_megatron.service.sampling.vllm_server import (
     Server,
     VllmSettings,
-    end_server,
     pieces_of,
     start_server,
     to_request,
@@ -29,20 +30,21 @@ from tlora_megatron.service.sampling.vllm_server import (
 from tlora_megatron.training.data.rows import read_messages
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.sampling.vllm_probe import Probe, ProbeSettings
+    from tlora_megatron.service.sampling.vllm_probe import ProbeSettings
 
+logger = logging.getLogger(__name__)
 
-_CONNECT_S = 5.0
-_LOADED = "has already been loaded"
-"""In what vLLM answers to a name that it knows."""
+_LOOK_S = 0.05
+_MOST_BREAKS = 5
+"""Servers that may break a request off, which might be to blame for it."""
 
 
 class VllmSampler(Sampler):
     """Samples by vLLM; adapters are loaded into it as the PEFT folders that they are.
 
     Args:
-        running: a server that serves the bases under their names; None = servers are started.
-        probe: how its bases are compared with those that train; None = they are not.
+        running: servers that serve the bases under their names; none = servers are started.
+        probe: how their bases are compared with those that train; None = they are not.
     """
 
     def __init__(
@@ -50,42 +52,56 @@ class VllmSampler(Sampler):
         folder: Path,
         base_of: BaseOf,
         settings: VllmSettings = VllmSettings(),  # noqa: B008 - frozen
-        running: Server | None = None,
+        running: Sequence[Server] = (),
         probe: ProbeSettings | None = None,
     ) -> None:
         self._folder = folder
         self._base_of = base_of
         self._settings = settings
-        self._running = running
-        self._servers: dict[str, Server] = {}
-        self._loaded: dict[tuple[str, str], list[str]] = {}
-        """Address and key -> names of the adapters there, the least lately used first."""
-        self._probe: Probe | None = None
+        self._running = [self._door(server, probe) for server in running]
+        self._started: dict[str, asyncio.Task[Door]] = {}
+        self._num_open = 0
+
+    def _door(self, server: Server, probe: ProbeSettings | None = None) -> Door:
+        settings = self._settings
+        door = Door(server, slots=settings.adapters, most_rank=settings.most_rank)
         if probe is not None:
             # Not at the top: it needs numpy.
             from tlora_megatron.service.sampling.vllm_probe import Probe
 
-            self._probe = Probe(probe, self._generate_one, self.encode, self._get)
-        self._lock = asyncio.Lock()
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S))
+            encode, generate = partial(_encode, door), partial(_generate_one, door)
+            door.probe = Probe(probe, generate, encode, door.told)
+        return door
 
-    async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
-        if self._probe is not None:
-            await self._probe.check(base, self._section(base))
-        async for piece in self._stream(base, prompts):
-            yield piece
+    def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+        return self._pieces(base, prompts, streams=True)
 
-    async def _stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
+    async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
+        pieces = self._pieces(base, prompts, streams=False)
+        return gather(prompts, [piece async for piece in pieces])
+
+    def check_room(self) -> None:
+        if self._num_open >= (most := self._settings.most_waiting):
+            raise SamplerBusy(
+                f"the sampler must have at most {most} prompts waiting, got one more: try again "
+                "soon"
+            )
+
+    async def _pieces(
+        self, base: str, prompts: Sequence[Prompt], *, streams: bool
+    ) -> AsyncIterator[Piece]:
         told: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
 
         async def ask(number: int, prompt: Prompt) -> None:
             try:
-                async for piece in self._ask(base, number, prompt):
+                async for piece in self._ask(base, number, prompt, streams):
                     told.put_nowait(piece)
                 told.put_nowait(None)
             except Exception as error:
                 told.put_nowait(error)
 
+        self.check_room()
+        self._num_open += len(prompts)
         tasks = [asyncio.create_task(ask(*one)) for one in enumerate(prompts)]
         try:
             left = len(tasks)
@@ -98,6 +114,7 @@ class VllmSampler(Sampler):
                 else:
                     yield found
         finally:
+            self._num_open -= len(prompts)
             for task in tasks:
                 task.cancel()
 
@@ -115,57 +132,89 @@ class VllmSampler(Sampler):
             except ValueError as error:
                 raise SamplingRefused(str(error)) from error
             body = {"messages": list(text)} | ({"tools": list(tools)} if tools else {})
-        answer = await self._post(base, "/tokenize", {"model": base, **body})
+        answer = await self._post(base, "/tokenize", body)
         return [int(token) for token in answer["tokens"]]
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
-        body = {"model": base, "tokens": list(tokens)}
-        return str((await self._post(base, "/detokenize", body))["prompt"])
+        return str((await self._post(base, "/detokenize", {"tokens": list(tokens)}))["prompt"])
 
     async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
         return list(await asyncio.gather(*(self.decode(base, [token]) for token in tokens)))
 
     async def close(self) -> None:
         """Ends the servers that were started here."""
-        await self._client.aclose()
-        for server in self._servers.values():
-            await end_server(server)
-        self._servers.clear()
+        for task in self._started.values():
+            task.cancel()
+        found = await asyncio.gather(*self._started.values(), return_exceptions=True)
+        self._started.clear()
+        for door in [*self._running, *(one for one in found if isinstance(one, Door))]:
+            await door.close()
 
-    async def _ask(self, base: str, number: int, prompt: Prompt) -> AsyncIterator[Piece]:
-        server = await self._server(base)
-        model = base if prompt.adapter is None else await self._load(base, server, prompt.adapter)
-        body = to_request(model, prompt)
-        try:
-            async with self._client.stream(
-                "POST", f"{server.address}/v1/completions", json=body, headers=server.headers
-            ) as answer:
-                if not answer.is_success:
-                    await answer.aread()
-                    _check(answer)
-                if not body["stream"]:
-                    await answer.aread()
-                    for piece in pieces_of(number, prompt, answer.json()):
-                        yield piece
-                    return
-                async for line in answer.aiter_lines():
-                    event = line.removeprefix("data: ")
-                    if line != event and event != "[DONE]":
-                        for piece in pieces_of(number, prompt, _event(event)):
-                            yield piece
-        except httpx.TransportError as error:
-            raise SamplerUnavailable(f"vLLM does not answer for {base}: {error}") from error
+    async def _ask(
+        self, base: str, number: int, prompt: Prompt, streams: bool
+    ) -> AsyncIterator[Piece]:
+        adapter = None if prompt.adapter is None else NamedAdapter.of(prompt.adapter)
+        body = to_request(prompt, streams=streams)
+        async with aclosing(self._answers(base, "/v1/completions", body, adapter)) as answers:
+            async for answer in answers:
+                for piece in pieces_of(number, prompt, answer):
+                    yield piece
 
-    async def _server(self, base: str) -> Server:
-        if self._running is not None:
-            return self._running
-        async with self._lock:  # all that ask at once wait for the same start
-            found = self._servers.get(base)
-            if found is None or found.is_over:
-                section = self._section(base)
-                found = await start_server(self._folder, base, section, self._settings)
-                self._servers[base] = found
-            return found
+    async def _post(self, base: str, path: str, body: Mapping[str, Any]) -> Any:
+        return await anext(self._answers(base, path, body))
+
+    async def _answers(
+        self,
+        base: str,
+        path: str,
+        body: Mapping[str, Any],
+        adapter: NamedAdapter | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Yields what a server answers; asks again, or another, when one goes without a word."""
+        breaks, end_s = 0, None
+        while True:
+            door = await self._pick(base, adapter)
+            is_told = False
+            try:
+                if door.probe is not None:
+                    await door.probe.check(base, self._section(base))
+                async with door.lease(adapter, body.get("n", 1)) as model:
+                    async for answer in door.answers(path, {"model": model or base, **body}):
+                        is_told = True
+                        yield answer
+                return
+            except ServerGone as error:
+                if error.was_there or end_s is None:
+                    end_s = time.monotonic() + self._settings.patience_s
+                breaks += error.was_there
+                if is_told or breaks == _MOST_BREAKS or time.monotonic() >= end_s:
+                    sentence = f"vLLM does not answer for {base}: {error}"
+                    raise SamplerUnavailable(sentence) from error
+                logger.warning("%s; the request is asked again", error)
+
+    async def _pick(self, base: str, adapter: NamedAdapter | None) -> Door:
+        """The server with the least to do that answers, one with the adapter if it can be."""
+        while True:
+            doors = self._running or [await self._own(base)]
+            ready = [door for door in doors if door.rest_until_s <= time.monotonic()]
+            if ready:
+                return min(ready, key=lambda door: door.cost(adapter))
+            await asyncio.sleep(_LOOK_S)
+
+    async def _own(self, base: str) -> Door:
+        """Our server for a base; all that ask at once wait for the same start."""
+        task = former = self._started.get(base)
+        if task is not None and task.done():
+            task = None if task.exception() or task.result().server.is_over else former
+        if task is None:
+            task = self._started[base] = asyncio.create_task(self._start(base, former))
+        return await asyncio.shield(task)
+
+    async def _start(self, base: str, former: asyncio.Task[Door] | None) -> Door:
+        if former is not None and former.exception() is None:
+            await former.result().close()
+        section = self._section(base)
+        return self._door(await start_server(self._folder, base, section, self._settings))
 
     def _section(self, base: str) -> Mapping[str, Any]:
         try:
@@ -174,82 +223,13 @@ class VllmSampler(Sampler):
             rule = f"base must be one of the service's, got {base!r:.80}"
             raise SamplingRefused(rule) from None
 
-    async def _generate_one(self, base: str, prompt: Prompt) -> Answer:
-        return gather([prompt], [piece async for piece in self._stream(base, [prompt])])[0]
 
-    async def _get(self, path: str) -> Mapping[str, Any]:
-        """What a server that runs already tells of itself; nothing where it does not."""
-        assert self._running is not None, "ours have nothing to tell"
-        try:
-            answer = await self._client.get(
-                self._running.address + path, headers=self._running.headers
-            )
-            found = answer.json() if answer.is_success else None
-        except (httpx.HTTPError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    async def _load(self, base: str, server: Server, folder: str) -> str:
-        """Makes sure that a server has an adapter; returns the adapter's name there."""
-        try:
-            key = AdapterKey.of(folder)
-        except ValueError as error:
-            raise SamplingRefused(str(error)) from error
-        if key.is_checkpoint:
-            raise SamplingRefused(
-                f"adapter must be what PEFT loads for vLLM, got the checkpoint {folder}; wait for "
-                f"the job's end, or serve with --sampler own"
-            )
-        name = f"lora-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
-        async with self._lock:
-            names = self._loaded.setdefault((server.address, base), [])
-            if name in names:
-                names.remove(name)
-            else:
-                body = {"lora_name": name, "lora_path": folder}
-                try:
-                    await self._post(base, "/v1/load_lora_adapter", body, server)
-                except SamplingRefused as error:
-                    # By a process before this one: the name stands for these very files.
-                    if _LOADED not in str(error):
-                        raise
-            names.append(name)
-            if len(names) > self._settings.adapters:
-                gone = names.pop(0)
-                await self._post(base, "/v1/unload_lora_adapter", {"lora_name": gone}, server)
-        return name
-
-    async def _post(
-        self, base: str, path: str, body: Mapping[str, Any], server: Server | None = None
-    ) -> Any:
-        server = server or await self._server(base)
-        try:
-            answer = await self._client.post(
-                server.address + path, json=body, headers=server.headers
-            )
-        except httpx.TransportError as error:
-            raise SamplerUnavailable(f"vLLM does not answer for {base}: {error}") from error
-        _check(answer)
-        # Adapters are answered with a sentence.
-        is_json = answer.headers.get("content-type", "").startswith("application/json")
-        return answer.json() if is_json else answer.text
+async def _encode(door: Door, base: str, text: str) -> list[int]:
+    answer = await door.ask("POST", "/tokenize", {"model": base, "prompt": text})
+    return [int(token) for token in answer["tokens"]]
 
 
-def _event(text: str) -> Mapping[str, Any]:
-    event: Mapping[str, Any] = json.loads(text)
-    if "error" in event:
-        raise SamplerUnavailable(f"vLLM gave up: {event['error']}")
-    return event
-
-
-def _check(answer: httpx.Response) -> None:
-    if answer.is_success:
-        return
-    try:
-        body = answer.json()
-        message = str(body.get("error", body).get("message", body))
-    except (ValueError, AttributeError):
-        message = answer.text[:500]
-    if answer.status_code in (400, 404, 422):
-        raise SamplingRefused(message)
-    raise SamplerUnavailable(f"vLLM answered {answer.status_code}: {message}")
+async def _generate_one(door: Door, base: str, prompt: Prompt) -> Answer:
+    body = {"model": base, **to_request(prompt, streams=False)}
+    answer = await door.ask("POST", "/v1/completions", body)
+    return gather([prompt], pieces_of(0, prompt, answer))[0]

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import hashlib
 import os
 import secrets
+import shlex
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from tlora_megatron.config.reader import must
 from tlora_megatron.runtime.sampling.values import Piece, Prompt, Scores, TokenLogprob, TopLogprobs
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.supervisor import Child
 
 _TOKEN = "token_id:"
+_GREEDY = 1e-5
+"""Below this temperature vLLM takes the likeliest tokens."""
 
 
-def to_request(model: str, prompt: Prompt) -> dict[str, Any]:
-    """The body; it streams unless the prompt is to be scored, which vLLM does not in a stream."""
+def to_request(prompt: Prompt, *, streams: bool) -> dict[str, Any]:
+    """The body but for the model; vLLM scores no prompt in a stream."""
     if prompt.targets:
         raise SamplingRefused("target_prompt_logprobs must be left out: vLLM does not score them")
     params, scored = prompt.params, wants_scores(prompt)
     body: dict[str, Any] = {
-        "model": model,
         "prompt": list(prompt.tokens),
         # A prompt is not scored without a token behind it.
         "max_tokens": 1 if params.max_tokens == 0 else params.max_tokens,
-        "n": prompt.num_samples,
+        # vLLM refuses several of what is the same.
+        "n": 1 if params.temperature < _GREEDY else prompt.num_samples,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k or 0,
@@ -46,7 +54,7 @@ def to_request(model: str, prompt: Prompt) -> dict[str, Any]:
         "logprobs": params.top_logprobs,
         "return_tokens_as_token_ids": True,
         "return_token_ids": True,
-        "stream": not scored,
+        "stream": streams and not scored,
     }
     if scored:
         body["prompt_logprobs"] = prompt.top_prompt_logprobs
@@ -66,14 +74,18 @@ def pieces_of(number: int, prompt: Prompt, body: Mapping[str, Any]) -> Iterator[
         yield Piece(prompt=number, scores=_scores(prompt, choices[0]["prompt_logprobs"]))
     if prompt.params.max_tokens == 0:
         return
+    times = prompt.num_samples if prompt.params.temperature < _GREEDY else 1
     for choice in choices:
-        yield _piece(number, prompt, choice)
+        piece = _piece(number, prompt, choice)
+        yield from (replace(piece, sample=piece.sample + more) for more in range(times))
 
 
 def _piece(number: int, prompt: Prompt, choice: Mapping[str, Any]) -> Piece:
     tokens = tuple(choice.get("token_ids") or ())
     logprobs = choice.get("logprobs") or {}
     count, reason = prompt.params.top_logprobs, choice.get("finish_reason")
+    if reason not in (None, "stop", "length"):  # it is no whole sample
+        raise SamplerUnavailable(f"vLLM broke a sample off: {reason}")
     stopped_by = choice.get("stop_reason")
     if reason == "stop" and stopped_by is None:  # vLLM does not name the end of sequence
         stopped_by = tokens[-1] if tokens else None
@@ -111,21 +123,46 @@ def _likeliest(found: Mapping[int, float], count: int) -> TopLogprobs:
 
 
 COMMAND = ("vllm", "serve")
+GUARD = (sys.executable, "-m", "tlora_megatron.service.sampling.vllm_guard")
 _LOOK_S = 0.2
 """Between two questions if it is up; loading an 8B model takes minutes."""
+_OURS = ("--served-model-name", "--dtype", "--host", "--port", "--api-key", "--enable-lora")
+"""Words of `vllm serve` that the service sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmSettings:
-    """How servers are started."""
+    """How servers are started, and asked."""
 
     gpu: str | None = None
     """as in CUDA_VISIBLE_DEVICES; None = all"""
-    most_rank: int = 64
-    """of an adapter; vLLM keeps room for so much"""
+    most_rank: int | None = 64
+    """of an adapter; vLLM keeps room for so much. None = whatever a server of yours takes"""
     adapters: int = 8
-    """held at a time"""
+    """in use at a time"""
+    words: tuple[str, ...] = ()
+    """more for `vllm serve`"""
+    patience_s: float = 300.0
+    """for servers that do not answer, before a request fails"""
+    start_s: float = 1800.0
+    """for a server that was started to answer"""
+    most_waiting: int = 4096
+    """prompts that servers have at once; one more is refused"""
     command: tuple[str, ...] = COMMAND
+
+    def with_words(self, text: str) -> VllmSettings:
+        """The settings with more words, from which slots and ranks are read."""
+        parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+        parser.add_argument("--max-loras", type=int, default=self.adapters)
+        parser.add_argument("--max-lora-rank", type=int, default=self.most_rank)
+        try:
+            found, rest = parser.parse_known_args(shlex.split(text))
+        except (ValueError, argparse.ArgumentError) as error:
+            raise must("--sampler-words", "be words of vllm serve", text, str(error)) from error
+        if wrong := [word for word in rest if word.partition("=")[0] in _OURS]:
+            raise must("--sampler-words", f"leave {wrong[0]} to the service", text)
+        rank = found.max_lora_rank
+        return replace(self, adapters=found.max_loras, most_rank=rank, words=tuple(rest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +172,7 @@ class Server:
     address: str
     key: str | None
     child: Child | None = None
-    """None: somebody else's."""
+    """The guard of one that was started here; None: somebody else's."""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -162,32 +199,35 @@ async def start_server(
             f"base {name} must be a folder of weights as they are for vLLM; the sampler `own` "
             f"takes random and quantised ones"
         )
+    if shutil.which(settings.command[0]) is None:
+        raise SamplerUnavailable(
+            "vLLM is not installed: pip install vllm, in an environment of its own if torch's "
+            "version differs, and put its `vllm` into PATH"
+        )
     port, key = _free_port(), secrets.token_urlsafe(32)
     log = make_folder(folder) / f"vllm-{port}.log"
+    lock = folder / f"vllm-{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
     words = (
         *(base["path"], "--served-model-name", name, "--dtype", base["dtype"]),
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--enable-lora", "--max-lora-rank", str(settings.most_rank)),
-        *("--max-loras", str(settings.adapters), "--max-logprobs", "20"),
+        *("--max-loras", str(settings.adapters), "--max-logprobs", "20", *settings.words),
     )
     added = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": key}
     if settings.gpu is not None:
         added["CUDA_VISIBLE_DEVICES"] = settings.gpu
-    try:
-        command = (*settings.command, *words)
-        child = Child(command, environment=os.environ | added, log=log)
-    except FileNotFoundError:
-        raise SamplerUnavailable(
-            "vLLM is not installed: pip install vllm, in an environment of its own if torch's "
-            "version differs, and put its `vllm` into PATH"
-        ) from None
+    command = (*GUARD, str(lock), *settings.command, *words)
+    child = Child(command, environment=os.environ | added, log=log, wire="stdin")
     server = Server(f"http://127.0.0.1:{port}", key, child)
     try:
-        await _wait_until_up(server, child)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(settings.start_s):
+                await _wait_until_up(server)
+                return server
+        raise SamplerUnavailable(f"vllm serve cannot be started: {child.last_words}")
     except BaseException:
         await end_server(server)
         raise
-    return server
 
 
 async def end_server(server: Server) -> None:
@@ -197,14 +237,15 @@ async def end_server(server: Server) -> None:
         server.child.close()
 
 
-async def _wait_until_up(server: Server, child: Child) -> None:
+async def _wait_until_up(server: Server) -> None:
+    """Waits until a server answers; raises `TimeoutError` if it ends."""
     async with httpx.AsyncClient(headers=server.headers) as client:
         while not server.is_over:
             with suppress(httpx.TransportError):
                 if (await client.get(f"{server.address}/health")).is_success:
                     return
             await asyncio.sleep(_LOOK_S)
-    raise SamplerUnavailable(f"vllm serve cannot be started: {child.last_words}")
+    raise TimeoutError
 
 
 def _free_port() -> int:

@@ -41,6 +41,9 @@ from tlora_megatron.service.store import Progress, Store, StoreError
         (["--sampler-gpu", "1"], "--sampler-gpu must be left out without --http, got '1'"),
         (["--keep-sessions", "3"], "--keep-sessions must be left out without --http, got 3"),
         (["--http", "0", "--sampler-address", "u"], "--sampler-address must be given with"),
+        (["--http", "0", "--sampler-words=-x"], "--sampler-words must be given with"),
+        (["--http=0", "--sampler=vllm", "--sampler-words=--port=1"], "must leave --port=1 to the"),
+        (["--http=0", "--sampler=vllm", "--sampler-words='"], "must be words of vllm serve, got"),
         (
             ["--http", "0", "--sampler", "off", "--sampler-gpu", "1"],
             "--sampler-gpu must be left out with --sampler off, got '1'",

@@ -266,6 +266,8 @@ def test_client_that_hangs_up_takes_its_request_back(
             ["--sampler=vllm", "--sampler-address=http://127.0.0.1:1", "--sampler-may-differ"],
             VllmSampler,
         ),
+        (["--sampler=vllm", "--sampler-address=u", "--sampler-address=v"], VllmSampler),
+        (["--sampler=vllm", "--sampler-words=--max-loras 2 --enforce-eager"], VllmSampler),
         (["--sampler", "off"], None),
     ],
 )

@@ -6,21 +6,30 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import listening
+from tests.helpers.launch import HANG_S
 from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams, TokenLogprob
 from tlora_megatron.service.home import Home
-from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.sampler import (
+    SamplerBusy,
+    SamplerUnavailable,
+    SamplingRefused,
+)
+from tlora_megatron.service.sampling.vllm_door import Door, NamedAdapter
 from tlora_megatron.service.sampling.vllm_probe import (
     TEXT,
     BaseScores,
@@ -30,7 +39,8 @@ from tlora_megatron.service.sampling.vllm_probe import (
     write_scores,
 )
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
-from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
+from tlora_megatron.service.sampling.vllm_server import GUARD, Server, VllmSettings
+from tlora_megatron.service.supervisor import Child
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_vllm")
 
@@ -51,10 +61,11 @@ def address(log: Log) -> Iterator[str]:
 
 
 @asynccontextmanager
-async def opened(folder: Path, address: str, adapters: int = 8) -> AsyncIterator[VllmSampler]:
-    """A sampler over a server that runs."""
-    settings, bases = VllmSettings(adapters=adapters), dict[str, Any]()
-    sampler = VllmSampler(folder, bases.__getitem__, settings, Server(address, "key"))
+async def opened(folder: Path, *addresses: str, **settings: Any) -> AsyncIterator[VllmSampler]:
+    """A sampler over servers that run."""
+    running = [Server(address, "key") for address in addresses]
+    known = VllmSettings(**{"most_rank": None, "patience_s": 0.0, **settings})
+    sampler = VllmSampler(folder, {}.__getitem__, known, running)
     try:
         yield sampler
     finally:
@@ -81,7 +92,7 @@ async def test_prompts_with_different_adapters_in_one_call(
         ]
         answers = await sampler.generate("base", prompts)
         assert [[s.tokens for s in answer.sequences] for answer in answers] == [
-            [(41, 42, 43), (42, 43, 44)], [(61, 62, 63)], [(71, 72)],
+            [(41, 42, 43), (41, 42, 43)], [(61, 62, 63)], [(71, 72)],
         ]  # fmt: skip
         first = answers[0].sequences[0]
         assert (first.text, first.logprobs) == (")*+", (-1.0, -2.0, -3.0))
@@ -122,11 +133,57 @@ async def test_old_adapters_leave_and_new_files_are_new_adapters(
     async with opened(tmp_path, address, adapters=2) as sampler:
         for folder in (*folders, folders[2]):
             await sampler.generate("base", [Prompt(tokens=(1,), adapter=folder)])
-        os.utime(f"{folders[2]}/adapter_config.json", (1, 1))
-        await sampler.generate("base", [Prompt(tokens=(1,), adapter=folders[2])])
-    changes = [one for one in log if one[0] != "complete"]
-    loads = [("load", folder) for folder in folders]
-    assert changes == [*loads, ("unload", folders[0]), loads[2], ("unload", folders[1])]
+    os.utime(f"{folders[2]}/adapter_config.json", (1, 1))
+    async with opened(tmp_path, address, adapters=2) as sampler:  # another process of HTTP
+        for folder in folders[1:]:
+            await sampler.generate("base", [Prompt(tokens=(1,), adapter=folder)])
+    changes = [one for one in log if one[0] in ("load", "unload")]
+    loads, unloads = ([(what, folder) for folder in folders] for what in ("load", "unload"))
+    assert changes == [*loads[:2], unloads[0], loads[2], unloads[2], loads[2]]
+
+
+async def test_a_server_that_was_started_anew_gets_adapters_again(tmp_path: Path, log: Log) -> None:
+    app, prompt = make_app("base", "key", log), Prompt(tokens=(1,), adapter=adapter(tmp_path / "a"))
+    with listening(app) as address:
+        async with opened(tmp_path, address, patience_s=HANG_S) as sampler:
+            for is_dead in (False, True):
+                app.state.adapters.is_dead = is_dead
+                asked = asyncio.create_task(sampler.generate("base", [prompt]))
+                while is_dead and log.count(("health", "")) < 3:
+                    await asyncio.sleep(0.01)
+                app.state.adapters.is_dead = False
+                assert (await asked)[0].sequences[0].tokens == (2, 3, 4, 5)
+                app.state.adapters.folders.clear()
+    assert len([one for one in log if one[0] == "load"]) == 2
+
+
+async def test_requests_go_where_the_adapter_is_and_to_who_lives(tmp_path: Path, log: Log) -> None:
+    prompt = Prompt(tokens=(1,), adapter=adapter(tmp_path / "a"))
+    with listening(make_app("base", "key", log)) as one, listening(make_app("base", "key")) as two:
+        async with opened(tmp_path, "http://127.0.0.1:9", one, two, patience_s=HANG_S) as sampler:
+            for count in (1, 4):
+                await asyncio.gather(*(sampler.generate("base", [prompt]) for _ in range(count)))
+            assert log.count(("complete", prompt.adapter)) == 5
+            many = replace(prompt, num_samples=20)
+            await asyncio.gather(*(sampler.generate("base", [many]) for _ in range(2)))
+            assert log.count(("complete", prompt.adapter)) == 6
+
+
+async def test_no_more_adapters_are_used_than_there_are_slots(tmp_path: Path, address: str) -> None:
+    one, two = (NamedAdapter.of(adapter(tmp_path / name)) for name in "ab")
+    door = Door(Server(address, "key"), slots=1, most_rank=None)
+
+    async def use(adapter: NamedAdapter) -> frozenset[str]:
+        async with door.lease(adapter, 1):
+            return await door.held()
+
+    async with door.lease(one, 1):
+        waiting = [asyncio.create_task(use(adapter)) for adapter in (two, one)]
+        while door.cost(None) < 3 or await door.held() != {one.name}:
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting), "they take turns"
+    assert await asyncio.gather(*waiting) == [{two.name}, {one.name}]
+    await door.close()
 
 
 async def test_refusals(tmp_path: Path, address: str) -> None:
@@ -137,8 +194,17 @@ async def test_refusals(tmp_path: Path, address: str) -> None:
             await sampler.generate("other", [Prompt(tokens=(1,))])
         with pytest.raises(SamplingRefused, match="adapter must be a folder with"):
             await sampler.generate("base", [Prompt(tokens=(1,), adapter="/nowhere")])
+        high = {"r": 128, "target_modules": ["q_proj"]}
+        Path(adapter(tmp_path / "high"), "adapter_config.json").write_text(json.dumps(high))
+        with pytest.raises(SamplingRefused, match=r"vLLM takes, got rank 128 on q_proj: .*rank 64"):
+            await sampler.generate("base", [Prompt(tokens=(1,), adapter=str(tmp_path / "high"))])
         with pytest.raises(SamplingRefused, match=r"messages\[0\]'s keys must be"):
             await sampler.encode("base", [{"role": "user", "content": "x", "nmae": "bob"}])
+    async with opened(tmp_path, address, most_rank=64, most_waiting=1) as sampler:
+        with pytest.raises(SamplingRefused, match="at most rank 64, vLLM's --max-lora-rank, got"):
+            await sampler.generate("base", [Prompt(tokens=(1,), adapter=str(tmp_path / "high"))])
+        with pytest.raises(SamplerBusy, match="at most 1 prompts waiting"):
+            await asyncio.gather(*(sampler.generate("base", [Prompt(tokens=(1,))]) for _ in "ab"))
     async with opened(tmp_path, "http://127.0.0.1:9") as sampler:
         with pytest.raises(SamplerUnavailable, match="vLLM does not answer for base"):
             await sampler.generate("base", [Prompt(tokens=(1,))])
@@ -154,9 +220,10 @@ async def test_server_is_started_for_a_base_and_again_after_its_death(tmp_path: 
     sampler = VllmSampler(tmp_path, bases.__getitem__, settings)
     asked = (sampler.encode("base", "a") for _ in range(3))
     assert await asyncio.gather(*asked) == [[97]] * 3
-    (server,) = sampler._servers.values()
-    assert server.child is not None
-    server.child.kill()
+    (started,) = sampler._started.values()
+    guard = started.result().server.child
+    (server,) = psutil.Process(guard.pid if guard else 0).children()
+    server.kill()
     assert await sampler.encode("base", "a") == [97]
     with pytest.raises(SamplerUnavailable, match="the engine core has failed"):
         await sampler.encode("broken", "a")
@@ -167,6 +234,22 @@ async def test_server_is_started_for_a_base_and_again_after_its_death(tmp_path: 
     with pytest.raises(SamplerUnavailable, match="pip install vllm"):
         await sampler.encode("base", "a")
     await sampler.close()
+
+
+def test_vllm_and_all_that_it_starts_end_with_us(tmp_path: Path) -> None:
+    """And the next one waits until then."""
+    words = (*GUARD, str(tmp_path / "lock"), "sh", "-c", "sleep 600 & echo $!; wait")
+    guards = [Child(words, log=tmp_path / "log", wire="stdin") for _ in range(2)]
+    for count in (1, 2):
+        while len(pids := (tmp_path / "log").read_text().split()) < count:
+            time.sleep(0.01)
+        (guard,) = [one for one in guards if psutil.Process(one.pid).children()]
+        guards.remove(guard)
+        sleeping = psutil.Process(int(pids[-1]))
+        guard.pipe.hang_up()
+        assert guard.wait() == 0
+        sleeping.wait(HANG_S)
+        guard.close()
 
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -305,8 +388,8 @@ async def test_sampler_looks_before_it_samples(tmp_path: Path) -> None:
     with listening(make_app("base", "key", told=told)) as address:
         for may_differ in (False, True):
             probe = ProbeSettings(home=home, may_differ=may_differ)
-            server = Server(address, "key")
-            sampler = VllmSampler(tmp_path, bases.__getitem__, running=server, probe=probe)
+            running = [Server(address, "key")]
+            sampler = VllmSampler(tmp_path, bases.__getitem__, running=running, probe=probe)
             prompt = Prompt(tokens=(1,))
             if may_differ:
                 (answer,) = await sampler.generate("base", [prompt])

@@ -24,6 +24,7 @@ from typing import Any
 from fastapi import APIRouter
 
 from tlora_megatron.files import write_atomic
+from tlora_megatron.service.api.gate import ApiError
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.tinker import bodies
 from tlora_megatron.service.api.tinker.checkpoints import INFLIGHT, Saved
@@ -52,6 +53,10 @@ from tlora_megatron.training.saving.writer import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
+_ALONE_S = 120.0
+"""Clients look after their requests all the time, for 20 s each: one that does not has gone. If it
+comes again, the same is drawn anew."""
+_BUSY_S = 1.0
 _LONGER_S = 23 * 3600.0
 """Beyond the hour for which other samples are kept (`sessions.SAMPLES_S`)."""
 
@@ -83,6 +88,10 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
     @routes.post("/asample")
     async def sample(body: bodies.Sample, context: Submitting) -> dict[str, Any]:
         bodies.check_sample(body)
+        try:
+            _source(context).check_room()
+        except sampling.SamplerBusy as error:
+            raise ApiError(429, str(error), headers={"Retry-After": "1"}) from error
         request, version = await service.read(_take, context, body)
         tasks.begin(context, request)
         by = "" if version is None else f"{BY}{version}"
@@ -179,6 +188,8 @@ class SamplingTasks:
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._alarms: dict[str, asyncio.TimerHandle] = {}
+        """End what no client has asked after for long."""
 
     async def wait_for(
         self, context: TenantContext, request: RequestId, seconds: float
@@ -218,8 +229,15 @@ class SamplingTasks:
         task = self._tasks.get(key)
         if task is None:
             task = self._tasks[key] = asyncio.create_task(_draw(context, request))
-            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+            task.add_done_callback(lambda _: self._end(key))
+        else:
+            self._alarms[key].cancel()
+        self._alarms[key] = asyncio.get_running_loop().call_later(_ALONE_S, task.cancel)
         return task
+
+    def _end(self, key: str) -> None:
+        self._alarms.pop(key).cancel()
+        del self._tasks[key]
 
 
 def files_of(context: TenantContext, request: RequestId) -> SampleFiles:
@@ -247,8 +265,8 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
     except (sampling.SamplingRefused, UnknownId) as error:
         sentence = context.service.outward(str(error), context.tenant)
         await read(files.fail, sentence, "user")
-    except sampling.SamplerBusy as error:
-        await read(files.fail, str(error), "server")
+    except sampling.SamplerBusy:
+        await asyncio.sleep(_BUSY_S)  # the client's next look begins it again
     except sampling.SamplerUnavailable as error:
         # It quotes the sampler's log, which may be of other tenants' requests.
         logger.error("%s", error)

@@ -26,13 +26,19 @@ from tlora_megatron.runtime.sampling.values import Answer, Prompt, Sampled, Toke
 from tlora_megatron.service.api.server import make_app as make_service
 from tlora_megatron.service.api.submitting import References
 from tlora_megatron.service.api.tinker import bodies
+from tlora_megatron.service.api.tinker import sampling as tinker_sampling
 from tlora_megatron.service.api.tinker.checkpoints import KEPT_FOR_SAMPLERS
 from tlora_megatron.service.api.tinker.names import BY, Refused
 from tlora_megatron.service.api.tinker.protobuf import decode_sample
 from tlora_megatron.service.api.tinker.sampling import sweep_samples
 from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.home import held
-from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
+from tlora_megatron.service.sampling.sampler import (
+    Sampler,
+    SamplerBusy,
+    SamplerUnavailable,
+    SamplingRefused,
+)
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm_server import Server
 from tlora_megatron.service.store import JobState
@@ -41,11 +47,16 @@ from tlora_megatron.training.driven_requests import SAMPLED_STEPS, UNKNOWN_LOGPR
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 
-class PlayedSampler:
+class PlayedSampler(Sampler):
     """Draws the seed's last digit, as often as asked; a prompt that begins with 9 is refused."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Prompt]] = []
+        self.is_full = False
+
+    def check_room(self) -> None:
+        if self.is_full:
+            raise SamplerBusy("full")
 
     async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
         self.asked += [(base, prompt) for prompt in prompts]
@@ -234,7 +245,7 @@ def test_what_is_not_sampled_is_told(played: Played, sampler: PlayedSampler) -> 
 
 
 def test_a_sample_is_drawn_once_and_again_after_a_death(
-    played: Played, sampler: PlayedSampler
+    played: Played, sampler: PlayedSampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = Raw(played.api)
     post = client.post
@@ -260,6 +271,17 @@ def test_a_sample_is_drawn_once_and_again_after_a_death(
         slow = {**asked, "seq_id": 1, "prompt": {"chunks": [{"tokens": [8]}]}}
         waiting = post("asample", **slow).json()["request_id"]
         assert post("cancel_future", request_id=waiting).status_code == 200
+        sampler.is_full = True
+        full = post("asample", **slow)
+        assert (full.status_code, full.headers["Retry-After"]) == (429, "1")
+        sampler.is_full = False
+        monkeypatch.setattr(tinker_sampling, "_ALONE_S", 0.2)
+        left = post("asample", **{**slow, "seq_id": 3}).json()["request_id"]
+        count, looks = len(sampler.asked) + 2, 0
+        while len(sampler.asked) < count:  # begun, given up, and begun again
+            assert post("retrieve_future", request_id=left).json()["type"] == "try_again"
+            assert (looks := looks + 1) < 50
+        monkeypatch.undo()
         broken = {**asked, "seq_id": 2, "prompt": {"chunks": [{"tokens": [7]}]}}
         failed = post("asample", **broken).json()["request_id"]
         error = post("retrieve_future", request_id=failed).json()["error"]
@@ -277,7 +299,7 @@ def vllm(tmp_path: Path, played: Played) -> Iterator[str]:
 
 
 def open_sampler(folder: Path, address: str) -> VllmSampler:
-    return VllmSampler(folder, {}.__getitem__, running=Server(address, "key"))
+    return VllmSampler(folder, {}.__getitem__, running=[Server(address, "key")])
 
 
 def draw_three(client: tinker.SamplingClient) -> list[int]:
