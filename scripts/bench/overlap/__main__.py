@@ -35,6 +35,7 @@ from scripts.bench.overlap.cases import (
     SKIPPED,
     Bench,
     Case,
+    SkippedCollectives,
     Step,
     Variant,
 )
@@ -161,11 +162,12 @@ class CaseRun:
 
     def _make(self, mechanism: str) -> TensorCollectives:
         if mechanism not in self._made:
-            bench, kind = self.bench, cast(Kind, mechanism)
+            bench, group = self.bench, self.bench.run.groups.tp_group
             max_bytes = bench.case.num_tokens * bench.spec.hidden_size * bench.dtype.itemsize
-            made = make_tensor_collectives(
-                bench.run.groups.tp_group, bench.device, kind, max_bytes=max_bytes
-            )
+            made: TensorCollectives = SkippedCollectives(group)
+            if mechanism != "skipped":
+                kind = cast(Kind, mechanism)
+                made = make_tensor_collectives(group, bench.device, kind, max_bytes=max_bytes)
             made.prepare(2)
             self._made[mechanism] = made
         return self._made[mechanism]
