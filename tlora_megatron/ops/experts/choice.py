@@ -135,7 +135,7 @@ def _cuda_ops(x: Tensor, weight: Tensor) -> Any:
 def _made_cuda_ops() -> Any:
     from tlora_megatron.ops.experts.cuda import CudaExpertOps
 
-    return CudaExpertOps(_triton_ops())
+    return CudaExpertOps()
 
 
 def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:
