@@ -99,7 +99,6 @@ class MegatronLinearMixin(MultiAdapter):
     """
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns how Megatron made this linear parallel."""
         linear: Any = self
         return LinearLayout(
             kind=site.kind,
@@ -226,7 +225,6 @@ class BlackBoxMixin(MultiAdapter):
     """
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns how the base is parallel."""
         return LinearLayout(
             kind=site.kind,
             group=getattr(self, "_tp_group", None) or getattr(self, "tp_group", None),

@@ -41,6 +41,7 @@ from tlora_megatron.ops.experts.branch import (
     expert_dgrads,
     expert_products,
 )
+from tlora_megatron.ops.experts.rows import kernels
 from tlora_megatron.ops.lora.kernel_choice import runs_cuda, runs_triton
 from tlora_megatron.ops.lora.torch_ops import accumulate
 
@@ -141,7 +142,7 @@ def _made_cuda_ops() -> Any:
 def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:
     """Returns `x w^T` of each run's rows, `[Q, width]`; zeros elsewhere."""
     if runs_kernels(x_QC):
-        return _kernels().shrink(x_QC, runs, side, width)
+        return kernels().shrink(x_QC, runs, side, width)
     s_QR = x_QC.new_zeros(len(x_QC), width)
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -152,7 +153,7 @@ def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tenso
 def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
     """Adds `s w` to y in the rows of each run."""
     if runs_kernels(y_QC):
-        _kernels().expand(s_QR, y_QC, runs, side)
+        kernels().expand(s_QR, y_QC, runs, side)
         return
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -162,7 +163,7 @@ def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> Non
 def add_gradients(s_QR: Tensor, x_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
     """Adds `s^T x` of each run's rows to the gradients of its factors, in ascending order."""
     if runs_kernels(x_QC):
-        _kernels().add_gradients(s_QR, x_QC, runs, side)
+        kernels().add_gradients(s_QR, x_QC, runs, side)
         return
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -175,7 +176,7 @@ def scale(s_QR: Tensor, runs: ExpertRuns, factors: OuterFactors) -> Tensor:
     Rows of other adapters and of none must be zeros.
     """
     if runs_kernels(s_QR):
-        return _kernels().scale(s_QR, runs, factors.scaling)
+        return kernels().scale(s_QR, runs, factors.scaling)
     for run in runs.of_adapters:
         if factors.shared.targets[run.slot]:
             # By a tensor in fp32: a number would be rounded to the dtype of s.
@@ -192,13 +193,6 @@ def token_runs(ends: tuple[int, ...], window: slice) -> ExpertRuns:
     """
     held = torch.tensor((window.start, *ends)).clamp(window.start, window.stop)
     return ExpertRuns(held.diff()[None])
-
-
-def _kernels() -> Any:
-    # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts import triton_rows
-
-    return triton_rows
 
 
 def _walk(runs: ExpertRuns, side: OuterSide) -> Iterator[tuple[ExpertRun, OuterTarget]]:

@@ -178,14 +178,12 @@ class KnownRows(QuantWeight):
     """Those of x, as the weight's `rows_of` makes them."""
 
     def rows_of(self, x_WK: Tensor) -> QuantRows:
-        """Returns the given rows."""
         return self.rows
 
     def prepare(self, x_WK: Tensor) -> None:
         """Does nothing: the codes are there."""
 
     def ranked_product(self, x_WK: Tensor, bias_N: Tensor | None, rank: RankPart | None) -> Tensor:
-        """Returns the product `+ b + rank part` `[T, N]`; if `takes_ranks`."""
         from tlora_megatron.ops.quantised.cuda import product_of
 
         return product_of(self.rows, self, x_WK.dtype, bias_N, rank)

@@ -152,7 +152,6 @@ class AdaptedExperts(MultiAdapter):
     tlora_banks: dict[str, tuple[AdapterBank, Site]]
 
     def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
-        """Makes a bank's adapters at a site those of one linear, in the place of those before."""
         banks = {**getattr(self, "tlora_banks", {}), site.linear: (bank, site)}
         object.__setattr__(self, "tlora_banks", banks)
 
