@@ -249,8 +249,7 @@ def _with_branch(
     if not runs.of_adapters:
         return y
     # Numbers of rows are on the host: kernels that read them on the device gain nothing.
-    out = _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH, None)
-    return out
+    return _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH, None)
 
 
 def _of_expert(factors: ExpertFactors, expert: int) -> ExpertFactors:
