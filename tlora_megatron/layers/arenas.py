@@ -151,7 +151,9 @@ class Arenas:
         has_b = members != "own ranks"
         stay = 0 if before is None else self.first
         stay_a, stay_b = _rows_before(layout, stay)
-        names, kept = [t.name for t in shards], self._kept_ranks(site, members)
+        names, kept = [t.name for t in shards], 0
+        if members != "block_diagonal":
+            kept = -(-self.room.kept_ranks // (site.tp_size if members == "own ranks" else 1))
         none = tuple((None,) * len(shards) for _ in self.loras)
         return SiteFactors(
             layout=layout,
@@ -189,11 +191,6 @@ class Arenas:
                 )
             )
         return self.layouts[key]
-
-    def _kept_ranks(self, site: Site, members: Members) -> int:
-        if members == "block_diagonal":
-            return 0
-        return -(-self.room.kept_ranks // (site.tp_size if members == "own ranks" else 1))
 
     def _zeros(
         self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int, held: bool

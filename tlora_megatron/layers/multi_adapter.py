@@ -128,7 +128,8 @@ class MegatronLinearMixin(MultiAdapter):
         if lane is not None and adapters.site.kind == "row":
             linear: Any = self
             y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
-            return _add_bias(linear, lane.end_compute(y))
+            y, bias = lane.end_compute(y), linear.bias
+            return (y, bias) if bias is None or linear.skip_bias_add else (y + bias, None)
         y, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return _add_branch(adapters.output, input_, y), bias
 
@@ -183,13 +184,6 @@ def reduced(y: Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[Tensor, Vjp]:
     if not layout.sequence_parallel:
         return all_reduce(y, group).wait(), vjp
     return reduce_scatter_rows(y, group).wait(), lambda dy: vjp(all_gather_rows(dy, group))
-
-
-def _add_bias(linear: Any, y: Tensor) -> tuple[Tensor, Any]:
-    """Returns a row-parallel linear's result, and the bias if the caller is to add it."""
-    if linear.bias is None or linear.skip_bias_add:
-        return y, linear.bias
-    return y + linear.bias, None
 
 
 _ONE_RANK: dict[str, Any] = {
