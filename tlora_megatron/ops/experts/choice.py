@@ -21,7 +21,6 @@ features, R rank columns.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -100,7 +99,12 @@ def expert_linear_dgrad(
 
 def expert_ops(x: Tensor) -> ExpertOps:
     """Returns kernels where a GPU computes in half precision, else torch's products."""
-    return _triton_ops() if runs_kernels(x) else _TORCH
+    if not runs_kernels(x):
+        return _TORCH
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
+
+    return TritonExpertOps()
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -116,27 +120,13 @@ def _read_at(source: PlacedRows | None, rows_QK: Tensor) -> PlacedRows:
 _TORCH = TorchExpertOps()
 
 
-@functools.cache
-def _triton_ops() -> Any:
-    # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
-
-    return TritonExpertOps()
-
-
 def _cuda_ops(x: Tensor, weight: Tensor) -> Any:
     """The ops of Hopper; None where they do not run, or do not take a linear."""
     if not runs_cuda(x):
         return None
-    ops = _made_cuda_ops()
-    return ops if ops.takes(x, weight) else None
+    from tlora_megatron.ops.experts.cuda import OPS
 
-
-@functools.cache
-def _made_cuda_ops() -> Any:
-    from tlora_megatron.ops.experts.cuda import CudaExpertOps
-
-    return CudaExpertOps()
+    return OPS if OPS.takes(x, weight) else None
 
 
 def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:

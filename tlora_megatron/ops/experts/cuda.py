@@ -380,3 +380,7 @@ class CudaExpertOps:
             experts = len(runs.counts_LS)
             known[key] = make_units(begins, experts, num_rows, columns_out, positions)
         return known[key]
+
+
+OPS = CudaExpertOps()
+"""One for all linears: it keeps what it has listed for them."""

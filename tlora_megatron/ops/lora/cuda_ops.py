@@ -13,6 +13,7 @@ GEMM here is cuBLAS's, which chooses by the number of rows.
 from __future__ import annotations
 
 import functools
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from tlora_megatron.ops.lora.cuda_work_items import (
 from tlora_megatron.ops.lora.linear_ops import (
     Base,
     BoundLinear,
+    FrozenBase,
     KernelLinear,
     LinearOps,
     SiteFactors,
@@ -49,13 +51,33 @@ from tlora_megatron.ops.lora.rank_places import RankPlaces, cached_places
 from tlora_megatron.ops.lora.triton_ops import up, up_dropped, up_onto
 from tlora_megatron.ops.lora.triton_parts import gather
 from tlora_megatron.ops.lora.triton_work_items import UpConfig
-from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import RowGroups
 
 UP_BLOCKS = UpConfig()
 """Of Triton's kernels for `up` and `branch_dgrad`."""
 _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
+
+
+@runtime_checkable
+class RankedBase(FrozenBase, Protocol):
+    """A base whose own CUDA kernels may take the adapters' products in."""
+
+    def takes_ranks(self, x: Tensor) -> bool:
+        """True if they do for rows like x: a tensor of activations, or of their gradients."""
+        ...
+
+    def prepare(self, x_TK: Tensor) -> None:
+        """Makes what `ranked_product` reads of x, before s: so its kernel may overlap that of s."""
+        ...
+
+    def ranked_product(self, x_TK: Tensor, bias_N: Tensor | None, rank: RankPart | None) -> Tensor:
+        """Returns `x W^T + b + rank part` `[T, N]`."""
+        ...
+
+    def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
+        """Returns `dy W + mask(rank part)` `[T, K]`."""
+        ...
 
 
 class CudaSite:
@@ -135,17 +157,17 @@ class CudaLinear(KernelLinear):
         x_TK = x_TK.contiguous()
         if isinstance(base, Tensor):
             base = base.contiguous()
-        elif isinstance(base, QuantWeight) and base.takes_ranks(x_TK):
+        elif isinstance(base, RankedBase) and base.takes_ranks(x_TK):
             base.prepare(x_TK)
         return super().forward(x_TK, base, bias_N)
 
     def product(self, x_TK: Tensor, base: Base, bias_N: Tensor | None, s: Tensor) -> Tensor:
-        if not isinstance(base, QuantWeight) or not base.takes_ranks(x_TK):
+        if not isinstance(base, RankedBase) or not base.takes_ranks(x_TK):
             return super().product(x_TK, base, bias_N, s)
         return base.ranked_product(x_TK, bias_N, self._rank_part(s, self._site.b, "chunk_b", None))
 
     def product_dgrad(self, dy_TN: Tensor, ds: Tensor, base: Base) -> Tensor:
-        if not isinstance(base, QuantWeight) or not base.takes_ranks(dy_TN):
+        if not isinstance(base, RankedBase) or not base.takes_ranks(dy_TN):
             return super().product_dgrad(dy_TN, ds, base)
         rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
         return base.ranked_dgrad(dy_TN, rank)
