@@ -150,7 +150,9 @@ class Arenas:
         has_a = not (is_split and members == "standard")
         has_b = members != "own ranks"
         stay = 0 if before is None else self.first
-        stay_a, stay_b = _rows_before(layout, stay)
+        stay_a, stay_b = layout.a_rows, layout.b_rows
+        if stay < len(layout.ranks):
+            stay_a, stay_b = layout.a_begin[stay][0], layout.b_begin[stay]
         names, kept = [t.name for t in shards], 0
         if members != "block_diagonal":
             kept = -(-self.room.kept_ranks // (site.tp_size if members == "own ranks" else 1))
@@ -229,13 +231,6 @@ class Arenas:
             if slab.unaligned
             for name, rank in zip(names, ranks, strict=True)
         )
-
-
-def _rows_before(layout: RankLayout, slot: int) -> tuple[int, tuple[int, ...]]:
-    """Rows of a site's arenas that the slots before one take: of A, and of each target's B."""
-    if slot == len(layout.ranks):
-        return layout.a_rows, layout.b_rows
-    return layout.a_begin[slot][0], layout.b_begin[slot]
 
 
 def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:
