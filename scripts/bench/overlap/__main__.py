@@ -35,7 +35,6 @@ from scripts.bench.overlap.cases import (
     SKIPPED,
     Bench,
     Case,
-    SkippedCollectives,
     Step,
     Variant,
 )
@@ -134,7 +133,8 @@ class CaseRun:
         for key, step in self.steps.items():
             yield row(self.bench, step, times, key, self.args.commit)
         self._phase("timed")
-        split = [k for k, s in self.steps.items() if s.variant.mechanism in self.args.mechanisms]
+        asked = {Variant(m, n) for m in self.args.mechanisms for n in self.args.counts}
+        split = [key for key, step in self.steps.items() if step.variant in asked]
         if split and not self.args.no_controller:
             fastest = min(split, key=lambda key: times[key]["step_ms"])
             yield from self._controller(self.steps[fastest].variant.mechanism, times)
@@ -152,7 +152,7 @@ class CaseRun:
                 for _ in range(2):
                     step()
                 wait_for_all()
-            if not (self.args.no_check or variant.skips or variant.mechanism == "skipped"):
+            if not (self.args.no_check or variant.skips):
                 off = self._check.error(step)
                 say(f"{key}: the input's gradient is {off:.3g} off fp32's")
         except Exception as error:  # any: the others are to be timed all the same
@@ -162,12 +162,11 @@ class CaseRun:
 
     def _make(self, mechanism: str) -> TensorCollectives:
         if mechanism not in self._made:
-            bench, group = self.bench, self.bench.run.groups.tp_group
+            bench, kind = self.bench, cast(Kind, mechanism)
             max_bytes = bench.case.num_tokens * bench.spec.hidden_size * bench.dtype.itemsize
-            made: TensorCollectives = SkippedCollectives(group)
-            if mechanism != "skipped":
-                kind = cast(Kind, mechanism)
-                made = make_tensor_collectives(group, bench.device, kind, max_bytes=max_bytes)
+            made = make_tensor_collectives(
+                bench.run.groups.tp_group, bench.device, kind, max_bytes=max_bytes
+            )
             made.prepare(2)
             self._made[mechanism] = made
         return self._made[mechanism]
@@ -296,7 +295,7 @@ def variants(args: argparse.Namespace) -> list[Variant]:
     found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
     if args.brief:
         return found
-    return [*found, *(Variant("skipped", n) for n in args.counts[:1])]
+    return [*found, *(Variant("nccl", n, skips=True) for n in args.counts[:1])]
 
 
 def main() -> int:

@@ -228,35 +228,6 @@ class Step:
         return whole
 
 
-class SkippedCollectives(TensorCollectives):
-    """Communicates nothing: right shapes, this process's numbers."""
-
-    name = "skipped"
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._gathered: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
-
-    def all_reduce(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
-        return x_TH
-
-    def reduce_scatter(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
-        return x_TH.chunk(self.size)[self.rank]
-
-    def all_gather(self, x_TH: torch.Tensor, lane: int) -> torch.Tensor:
-        """Returns the first x of its shape, n times.
-
-        Kept, because a new copy would take time that copy engines do not take from multiprocessors.
-        """
-        key = (x_TH.shape, x_TH.dtype)
-        if key not in self._gathered:
-            self._gathered[key] = x_TH.detach().repeat(self.size, *[1] * (x_TH.dim() - 1))
-        return self._gathered[key]
-
-    def close(self) -> None:
-        self._gathered.clear()
-
-
 class _Done:
     def wait(self) -> None:
         """Nothing was started."""
@@ -264,7 +235,7 @@ class _Done:
 
 @contextlib.contextmanager
 def without_communication() -> Iterator[None]:
-    """Leaves out the collectives of a micro-batch that is not cut: Megatron's and our linears'.
+    """Leaves out the collectives: Megatron's, our linears', and NCCL's between nano-batches.
 
     Results have the right shapes; what other processes would have sent is whatever memory holds.
     """
