@@ -293,9 +293,7 @@ def variants(args: argparse.Namespace) -> list[Variant]:
     if args.one_queue:
         return found
     found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
-    if args.brief:
-        return found
-    return [*found, *(Variant("nccl", n, skips=True) for n in args.counts[:1])]
+    return found + [Variant("nccl", n, skips=True) for n in args.counts[:1] if not args.brief]
 
 
 def main() -> int:
