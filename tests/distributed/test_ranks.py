@@ -20,13 +20,12 @@ COLLECTIVES = Path(__file__).parents[1] / "helpers" / "collectives_case.py"
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("kind", ["auto", "gloo"])
-def test_gloo(processes: int, kind: str) -> None:
-    assert "gloo: all equal" in world(COLLECTIVES, processes, "cpu", kind)
+def test_gloo(processes: int) -> None:
+    assert "gloo: all equal" in world(COLLECTIVES, processes, "cpu", "auto")
 
 
 def test_two_groups_beside_each_other() -> None:
-    assert "gloo: all equal" in world(COLLECTIVES, 4, "cpu", "gloo", "halves")
+    assert "gloo: all equal" in world(COLLECTIVES, 4, "cpu", "auto", "halves")
 
 
 SAVER = Path(__file__).parents[1] / "helpers" / "saver_case.py"

@@ -150,8 +150,12 @@ class Arenas:
         has_a = not (is_split and members == "standard")
         has_b = members != "own ranks"
         stay = 0 if before is None else self.first
-        stay_a, stay_b = _rows_before(layout, stay)
-        names, kept = [t.name for t in shards], self._kept_ranks(site, members)
+        stay_a, stay_b = layout.a_rows, layout.b_rows
+        if stay < len(layout.ranks):
+            stay_a, stay_b = layout.a_begin[stay][0], layout.b_begin[stay]
+        names, kept = [t.name for t in shards], 0
+        if members != "block_diagonal":
+            kept = -(-self.room.kept_ranks // (site.tp_size if members == "own ranks" else 1))
         none = tuple((None,) * len(shards) for _ in self.loras)
         return SiteFactors(
             layout=layout,
@@ -190,11 +194,6 @@ class Arenas:
             )
         return self.layouts[key]
 
-    def _kept_ranks(self, site: Site, members: Members) -> int:
-        if members == "block_diagonal":
-            return 0
-        return -(-self.room.kept_ranks // (site.tp_size if members == "own ranks" else 1))
-
     def _zeros(
         self, key: Hashable, rows: int, columns: int, *, stay: int, kept: int, held: bool
     ) -> Tensor:
@@ -232,13 +231,6 @@ class Arenas:
             if slab.unaligned
             for name, rank in zip(names, ranks, strict=True)
         )
-
-
-def _rows_before(layout: RankLayout, slot: int) -> tuple[int, tuple[int, ...]]:
-    """Rows of a site's arenas that the slots before one take: of A, and of each target's B."""
-    if slot == len(layout.ranks):
-        return layout.a_rows, layout.b_rows
-    return layout.a_begin[slot][0], layout.b_begin[slot]
 
 
 def _rank_of(lora: LoraSpec, site: Site, members: Members) -> int:

@@ -116,7 +116,7 @@ class QuantisedInput(NamedTuple):
     def known(self, base: Base) -> KnownRows:
         """Returns the base, which knows the codes of these rows."""
         assert isinstance(base, QuantWeight), "codes come from a base that has them"
-        return KnownRows(base, self.rows)
+        return KnownRows(base.codes_NK, base.scales, self.rows)
 
 
 class Computed(NamedTuple):

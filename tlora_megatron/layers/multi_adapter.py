@@ -99,7 +99,6 @@ class MegatronLinearMixin(MultiAdapter):
     """
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns how Megatron made this linear parallel."""
         linear: Any = self
         return LinearLayout(
             kind=site.kind,
@@ -129,7 +128,8 @@ class MegatronLinearMixin(MultiAdapter):
         if lane is not None and adapters.site.kind == "row":
             linear: Any = self
             y = self._forward_impl(input_, linear.weight, bias=None, **_ONE_RANK)
-            return _add_bias(linear, lane.end_compute(y))
+            y, bias = lane.end_compute(y), linear.bias
+            return (y, bias) if bias is None or linear.skip_bias_add else (y + bias, None)
         y, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]
         return _add_branch(adapters.output, input_, y), bias
 
@@ -186,13 +186,6 @@ def reduced(y: Tensor, vjp: Vjp, layout: LinearLayout) -> tuple[Tensor, Vjp]:
     return reduce_scatter_rows(y, group).wait(), lambda dy: vjp(all_gather_rows(dy, group))
 
 
-def _add_bias(linear: Any, y: Tensor) -> tuple[Tensor, Any]:
-    """Returns a row-parallel linear's result, and the bias if the caller is to add it."""
-    if linear.bias is None or linear.skip_bias_add:
-        return y, linear.bias
-    return y + linear.bias, None
-
-
 _ONE_RANK: dict[str, Any] = {
     "gradient_accumulation_fusion": False,
     "allreduce_dgrad": False,
@@ -226,7 +219,6 @@ class BlackBoxMixin(MultiAdapter):
     """
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns how the base is parallel."""
         return LinearLayout(
             kind=site.kind,
             group=getattr(self, "_tp_group", None) or getattr(self, "tp_group", None),
@@ -240,50 +232,28 @@ class BlackBoxMixin(MultiAdapter):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         """Returns `[W, 1, N]` of `[W, 1, K]`, and the bias that the caller adds, or None."""
         _keep_quantised_weight(self)
-        norm = _input_norm(self)
-        if norm is not None:
-            x = x.to(norm.weight_K.dtype)  # of an fp32 residual stream, as Megatron does from 0.20
+        weight_K, norm = getattr(self, "layer_norm_weight", None), None
+        if weight_K is not None:
+            x = x.to(weight_K.dtype)  # of an fp32 residual stream, as Megatron does from 0.20
+            norm = functools.partial(input_norm, self)
         y, bias = super().forward(x, *args, **kwargs)  # type: ignore[misc]
         if not hasattr(self, "tlora_adapters"):
             return y, bias  # prepared, and the base is scored before it has adapters
         return _add_branch(self.tlora_adapters.output, x, y, norm), bias
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class InputNorm:
-    """The frozen norm that a base linear begins with."""
-
-    weight_K: Tensor
-    bias_K: Tensor | None
-    eps: float
-    is_rms: bool
-    zero_centered: bool
-    """The weight is held less 1."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Normalises `[..., K]` in fp32, which is then rounded once."""
-        weight_K, bias_K, wide = self.weight_K, self.bias_K, x
-        if self.is_rms:
-            return rms_norm_once_reference(x, NormWeight(weight_K, self.eps, self.zero_centered))
-        if self.zero_centered or weight_K.dtype != x.dtype:
-            # torch's norms of one dtype are fp32 inside, in a pass; 1 + weight would be rounded.
-            weight_K = weight_K.float() + self.zero_centered
-            bias_K = None if bias_K is None else bias_K.float()
-            wide = x.float()
-        return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, self.eps).to(x.dtype)
-
-
-def _input_norm(module: Any) -> InputNorm | None:
-    weight_K = getattr(module, "layer_norm_weight", None)
-    if weight_K is None:
-        return None
-    return InputNorm(
-        weight_K=weight_K,
-        bias_K=getattr(module, "layer_norm_bias", None),
-        eps=module.eps,
-        is_rms=module.normalization == "RMSNorm",
-        zero_centered=module.zero_centered_gamma,
-    )
+def input_norm(linear: Any, x: Tensor) -> Tensor:
+    """Normalises `[..., K]` in fp32, rounded once, as a linear does that begins with a norm."""
+    weight_K, eps, zero_centered = linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma
+    if linear.normalization == "RMSNorm":
+        return rms_norm_once_reference(x, NormWeight(weight_K, eps, zero_centered))
+    bias_K, wide = getattr(linear, "layer_norm_bias", None), x
+    if zero_centered or weight_K.dtype != x.dtype:
+        # torch's norms of one dtype are fp32 inside, in a pass; 1 + weight would be rounded.
+        weight_K = weight_K.float() + zero_centered
+        bias_K = None if bias_K is None else bias_K.float()
+        wide = x.float()
+    return F.layer_norm(wide, weight_K.shape, weight_K, bias_K, eps).to(x.dtype)
 
 
 def _keep_quantised_weight(module: Any) -> None:

@@ -24,8 +24,7 @@ _SCALE = "weight_scale"
 
 def held_codes(linear: Any) -> QuantWeight | None:
     """Returns the codes and scales of a linear; None where it has a weight."""
-    held: QuantWeight | None = linear.__dict__.get(_HELD)
-    return held
+    return linear.__dict__.get(_HELD)
 
 
 class QuantisedLinearMixin(nn.Module):

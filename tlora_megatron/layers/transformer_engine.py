@@ -65,13 +65,11 @@ class TEProductMixin(BlackBoxMixin):
     """The adapters where the GEMM is ours; `tlora_adapters` has them where it is not."""
 
     def adapter_layout(self, site: Site) -> LinearLayout:
-        """Returns how Transformer Engine made this linear parallel."""
         layout = super().adapter_layout(site)
         is_whole = site.kind == "column" and layout.tp_size > 1 and not layout.sequence_parallel
         return replace(layout, reduces_dgrad=is_whole)
 
     def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
-        """Makes a bank's adapters at a site this linear's, for both ways."""
         super().bind_adapters(bank, site)
         adapters = product_adapters(bank, site, self.adapter_layout(site))
         object.__setattr__(self, "tlora_product", adapters)

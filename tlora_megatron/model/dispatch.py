@@ -14,7 +14,6 @@ import heapq
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from tlora_megatron.model.micro_batches import cut, largest_first
 
@@ -105,22 +104,14 @@ def turns(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
     return [order[place] for place in mirrored if place < len(order)]
 
 
-class Assignment(NamedTuple):
-    """The replica of every sequence, and what that comes to."""
-
-    replicas: tuple[int, ...]
-    """Number of the replica of each sequence, in the order they were given."""
-    ends_ps: tuple[int, ...]
-    """Predicted time of each replica, without its micro-batches' fixed part."""
-    bound_ps: int
-    """No assignment ends sooner."""
-
-
-def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
+def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[int]:
     """Gives every sequence to a replica so that all end at about the same time.
 
     Longest first to the replica that ends first. Among unlike replicas, to the kind whose price for
     it is lowest, of those that end in time; then the latest replica gives away what helps.
+
+    Returns:
+        The number of each sequence's replica.
 
     Raises:
         ValueError: if no replica can hold a sequence.
@@ -133,8 +124,11 @@ def assign(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> Assignment:
         )
     order = largest_first(lengths)
     if len(set(rates)) == 1:
-        return _assign_alike(lengths, order, rates)
-    return _Unlike(lengths, order, rates).assign()
+        own = deal(order, lengths, rates[0], [0] * len(rates))
+    else:
+        own = _Unlike(lengths, order, rates).assign()
+    replica_of = {i: replica for replica, places in enumerate(own) for i in places}
+    return [replica_of[i] for i in range(len(lengths))]
 
 
 def share_out(
@@ -151,7 +145,7 @@ def share_out(
         Places in `lengths`, by replica and micro-batch.
     """
     own: list[list[int]] = [[] for _ in rates]
-    for i, replica in enumerate(assign(lengths, rates).replicas):
+    for i, replica in enumerate(assign(lengths, rates)):
         own[replica].append(i)
     shares = []
     for places, rate, depth in zip(own, rates, stages or [1] * len(rates), strict=True):
@@ -171,18 +165,6 @@ def predicted_ends_ps(
     ]
 
 
-def _assign_alike(
-    lengths: Sequence[int], order: Sequence[int], rates: Sequence[ReplicaRate]
-) -> Assignment:
-    rate, count = rates[0], len(rates)
-    ends = [0] * count
-    own = deal(order, lengths, rate, ends)
-    bound = max(-(-sum(ends) // count), rate.sequence_ps(max(lengths, default=0)))
-    if len(order) > count:  # two of the longest count + 1 share a replica
-        bound = max(bound, sum(rate.sequence_ps(lengths[i]) for i in order[count - 1 : count + 1]))
-    return _assigned(own, ends, bound)
-
-
 def deal(
     order: Sequence[int], lengths: Sequence[int], rate: ReplicaRate, ends: list[int]
 ) -> list[list[int]]:
@@ -196,12 +178,6 @@ def deal(
         ends[number] = end + rate.sequence_ps(lengths[i])
         heapq.heapreplace(free, (ends[number], number))
     return own
-
-
-def _assigned(own: Sequence[Sequence[int]], ends: Sequence[int], bound: int) -> Assignment:
-    replica_of = {i: replica for replica, places in enumerate(own) for i in places}
-    replicas = tuple(replica_of[i] for i in range(len(replica_of)))
-    return Assignment(replicas, tuple(ends), bound)
 
 
 @dataclass(slots=True)
@@ -237,17 +213,19 @@ class _Unlike:
             for rows in set(lengths)
         }
 
-    def assign(self) -> Assignment:
-        prices, bound = self._find_prices()
-        bound = max(bound, max((min(costs) for costs in self._costs.values()), default=0))
+    def assign(self) -> list[list[int]]:
+        prices, bound = self.find_prices()
         self._deal(prices, bound)
         for _ in range(4 * len(self._ends)):
             if not self._move():
                 break
-        return _assigned(self._own, self._ends, bound)
+        return self._own
 
-    def _find_prices(self) -> tuple[list[int], int]:
-        """Raises the price of kinds with more than their part; returns the best, and its bound."""
+    def find_prices(self) -> tuple[list[int], int]:
+        """Raises the price of kinds with more than their part; returns the best.
+
+        Beside them: the time before which no assignment ends.
+        """
         costs = [
             [
                 kind.token_ps * c.rows + kind.square_ps * c.squares
@@ -267,7 +245,8 @@ class _Unlike:
                 best, bound = prices, -(-value // weight)
             prices = self._stepped(prices, loads, size)
             size = size * _LATER_STEP[0] // _LATER_STEP[1]
-        return best, bound
+        longest = max((min(own) for own in self._costs.values()), default=0)
+        return best, max(bound, longest)
 
     def _classes(self) -> list[_Class]:
         limits = sorted({kind.longest for kind in self._kinds})

@@ -21,7 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -176,55 +176,42 @@ def _turn(path: Path, progress: _Progress) -> Iterator[None]:
 
 def _compile(compiler: str, path: Path, progress: _Progress) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}.") as folder:
-        jobs = [_Job(compiler, ("-c", str(u)), Path(folder) / f"{u.stem}.o") for u in _units()]
-        _run(jobs, progress)
-        objects = [str(job.out) for job in jobs]
-        link = _Job(compiler, ("-shared", *objects), Path(folder) / path.name)
-        _run([link], progress)
-        os.replace(link.out, path)
+        calls = {Path(folder) / f"{unit.stem}.o": ("-c", str(unit)) for unit in _units()}
+        _run(compiler, calls, progress)
+        linked = Path(folder) / path.name
+        _run(compiler, {linked: ("-shared", *map(str, calls))}, progress)
+        os.replace(linked, path)
 
 
-class _Job:
-    """One call of the compiler, with its words in a file."""
+def _run(compiler: str, calls: Mapping[Path, Sequence[str]], progress: _Progress) -> None:
+    """Runs the compiler side by side, at most as often as there are cores; ends all if one fails.
 
-    def __init__(self, compiler: str, words: Sequence[str], out: Path) -> None:
-        self.out = out
-        self._log = out.with_suffix(".log")
-        self._command = [compiler, *_FLAGS, _ARCHITECTURE, *words, "-o", str(out)]
-        self.process: subprocess.Popen[bytes] | None = None
+    Args:
+        calls: what each call writes, and its words.
 
-    def start(self) -> None:
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
-
-    def check(self) -> bool:
-        """Returns True once it has ended well.
-
-        Raises:
-            ExtensionUnavailable: if it failed.
-        """
-        code = None if self.process is None else self.process.poll()
-        if code:
-            words = self._log.read_text(errors="replace").strip()[-2000:]
-            raise ExtensionUnavailable(f"{self._command[0]} failed: {words}")
-        return code == 0
-
-
-def _run(jobs: Sequence[_Job], progress: _Progress) -> None:
-    """Runs jobs side by side, at most as many as there are cores; ends all if one fails."""
-    waiting, running = list(jobs), list[_Job]()
+    Raises:
+        ExtensionUnavailable: with the last words of the call that failed.
+    """
+    waiting, running = list(calls), dict[Path, subprocess.Popen[bytes]]()
     try:
         while waiting or running:
             while waiting and len(running) < len(os.sched_getaffinity(0)):
-                running.append(waiting.pop(0))
-                running[-1].start()
+                out = waiting.pop(0)
+                command = [compiler, *_FLAGS, _ARCHITECTURE, *calls[out], "-o", str(out)]
+                with out.with_suffix(".log").open("wb") as log:
+                    running[out] = subprocess.Popen(command, stdout=log, stderr=log)
             progress.pause()
-            running = [job for job in running if not job.check()]
+            for out, process in list(running.items()):
+                code = process.poll()
+                if code:
+                    said = out.with_suffix(".log").read_text(errors="replace").strip()[-2000:]
+                    raise ExtensionUnavailable(f"{compiler} failed: {said}")
+                if code == 0:
+                    del running[out]
     finally:
-        for job in running:
-            if job.process is not None:
-                job.process.kill()
-                job.process.wait()
+        for process in running.values():
+            process.kill()
+            process.wait()
 
 
 def _units() -> list[Path]:

@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -56,7 +57,7 @@ class AttentionSpans(NamedTuple):
     k_lens: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RowGroups:
     """Runs of rows, one a slot in ascending order with the null slot last; some are empty.
 
@@ -88,37 +89,25 @@ class RowGroups:
         """Slots of adapters: all but the null slot."""
         return len(self.ends) - 1
 
-    @property
+    @cached_property
     def lengths(self) -> tuple[int, ...]:
         """Rows of each slot."""
+        return tuple(end - begin for begin, end in itertools.pairwise((0, *self.ends)))
 
-        def build() -> tuple[int, ...]:
-            return tuple(e - b for b, e in zip((0, *self.ends[:-1]), self.ends, strict=True))
-
-        return self.cached("lengths", build)
-
-    @property
+    @cached_property
     def portions(self) -> tuple[tuple[int, int], ...]:
         """`(slot, rows)` of every portion in row order, of every slot at least one."""
+        found, cuts = [], self.cuts
+        for slot, (begin, end) in enumerate(itertools.pairwise((0, *self.ends))):
+            inside = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
+            bounds = itertools.pairwise((begin, *inside, end))
+            found += [(slot, last - first) for first, last in bounds]
+        return tuple(found)
 
-        def build() -> tuple[tuple[int, int], ...]:
-            found, cuts = [], self.cuts
-            for slot, (begin, end) in enumerate(itertools.pairwise((0, *self.ends))):
-                inside = cuts[bisect_right(cuts, begin) : bisect_left(cuts, end)]
-                bounds = itertools.pairwise((begin, *inside, end))
-                found += [(slot, last - first) for first, last in bounds]
-            return tuple(found)
-
-        return self.cached("portions", build)
-
-    @property
+    @cached_property
     def present_slots(self) -> tuple[int, ...]:
         """Slots with at least one row, null slot left out, ascending."""
-
-        def build() -> tuple[int, ...]:
-            return tuple(slot for slot, n in enumerate(self.lengths[:-1]) if n)
-
-        return self.cached("present", build)
+        return tuple(slot for slot, n in enumerate(self.lengths[:-1]) if n)
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """Returns the value stored under `key`, building it on first use."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -150,7 +150,7 @@ class ExpertExchange:
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["auto", "gloo", "nccl", "copy_engine", "skipped"]
+Kind = Literal["auto", "nccl", "copy_engine"]
 DEFAULT_MAX_BYTES = 128 << 20
 """The sum of 8,192 rows of 8,192 features in bf16: half of the largest micro-batch measured."""
 
@@ -242,36 +242,18 @@ class RankOrderCollectives(GroupCollectives):
         return total.to(flat.dtype)
 
 
-class SkippedCollectives(TensorCollectives):
-    """Communicates nothing: right shapes, this process's numbers. For measuring, or one process."""
+class NoCollectives(TensorCollectives):
+    """Those of one process: what it has is the sum, and all there is."""
 
-    name = "skipped"
-
-    def __init__(self, size: int, rank: int) -> None:
-        self.size, self.rank = size, rank
-        self._gathered: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+    name = "none"
 
     def all_reduce(self, x_TH: Tensor, lane: int) -> Tensor:
         return x_TH
 
-    def reduce_scatter(self, x_TH: Tensor, lane: int) -> Tensor:
-        rows = _rows_each(x_TH, self.size)
-        return x_TH[self.rank * rows : (self.rank + 1) * rows]
-
-    def all_gather(self, x_TH: Tensor, lane: int) -> Tensor:
-        """Returns the first x of its shape, n times.
-
-        Kept, because a new copy would take time that copy engines do not take from multiprocessors.
-        """
-        if self.size == 1:
-            return x_TH
-        key = (x_TH.shape, x_TH.dtype)
-        if key not in self._gathered:
-            self._gathered[key] = x_TH.detach().repeat(self.size, *[1] * (x_TH.dim() - 1))
-        return self._gathered[key]
+    reduce_scatter = all_gather = all_reduce
 
     def close(self) -> None:
-        self._gathered.clear()
+        return
 
 
 def make_tensor_collectives(
@@ -291,20 +273,12 @@ def make_tensor_collectives(
             one of an all-gather). A lane holds about as much memory; a larger x takes several
             rounds.
     """
-    if kind not in get_args(Kind):
-        raise ValueError(
-            f"tensor_collectives must be one of {', '.join(get_args(Kind))}, got {kind!r}"
-        )
     if group is None or dist.get_world_size(group) == 1:
-        return SkippedCollectives(1, 0)
-    if kind == "skipped":
-        return SkippedCollectives(dist.get_world_size(group), dist.get_rank(group))
+        return NoCollectives()
     if device.type == "cpu":
-        if kind not in ("auto", "gloo"):
+        if kind != "auto":
             raise ValueError(f"tensor_collectives must be auto on a CPU, got {kind!r}")
         return RankOrderCollectives(group)
-    if kind == "gloo":
-        raise ValueError(f"tensor_collectives must not be gloo on {device.type}: it is a CPU's")
     if kind == "nccl":
         return GroupCollectives(group)
     reason = obstacle(group, device)

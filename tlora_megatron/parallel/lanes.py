@@ -16,7 +16,8 @@ Shapes: T rows of the nano-batch, n tensor-parallel ranks, H features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import greenlet
 import torch
@@ -255,7 +256,7 @@ class Lane:
         """Returns the partial sums of a module that `replay` was given, recorded."""
         self._is_replaying = True
         try:
-            with Turn(self), torch.enable_grad():
+            with turn(self), torch.enable_grad():
                 module(x)
         finally:
             self._is_replaying = False
@@ -286,20 +287,15 @@ def current_lane() -> Lane | None:
     return _current
 
 
-class Turn:
-    """Context in which a lane is the current one, and its nano-batch the bound one."""
-
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
-        self._before: tuple[Lane | None, MicroBatchView | None] = (None, None)
-
-    def __enter__(self) -> None:
-        global _current
-        self._before = (_current, current_micro_batch())
-        _current = self._lane
-        bind_micro_batch(self._lane.view)
-
-    def __exit__(self, *_: object) -> None:
-        global _current
-        _current, view = self._before
+@contextmanager
+def turn(lane: Lane) -> Iterator[None]:
+    """Makes a lane the current one, and its nano-batch the bound one."""
+    global _current
+    before, view = _current, current_micro_batch()
+    _current = lane
+    bind_micro_batch(lane.view)
+    try:
+        yield
+    finally:
+        _current = before
         bind_micro_batch(view)

@@ -23,7 +23,7 @@ from torch import Tensor
 from tlora_megatron.ops.routing import MicroBatchView
 from tlora_megatron.parallel.collectives import TensorCollectives
 from tlora_megatron.parallel.lane_tape import AutogradTape, SideStream, VjpTape, make_side_stream
-from tlora_megatron.parallel.lanes import Lane, Turn
+from tlora_megatron.parallel.lanes import Lane, turn
 
 _MARGIN = 0.1
 """Share of the peak that stays free. Whole rounds on an H200 reserve 1.02 to 1.04 of what they
@@ -131,7 +131,7 @@ def take_turns(
         while not all(thread.dead for thread in threads):
             for lane, thread in zip(lanes, threads, strict=True):
                 if not thread.dead:
-                    with Turn(lane):
+                    with turn(lane):
                         thread.switch(lane)
     finally:
         for thread in threads:

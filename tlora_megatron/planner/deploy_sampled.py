@@ -109,7 +109,7 @@ def _sample(jobs: Sequence[JobLoad], replicas: Replicas, depth: int, num_rounds:
 def _by_replica(lengths: Sequence[int], rates: Sequence[ReplicaRate]) -> list[list[int]]:
     """The sequences of a round by the replica that gets them."""
     own: list[list[int]] = [[] for _ in rates]
-    for length, replica in zip(lengths, assign(lengths, rates).replicas, strict=True):
+    for length, replica in zip(lengths, assign(lengths, rates), strict=True):
         own[replica].append(length)
     return own
 

@@ -133,7 +133,8 @@ class CaseRun:
         for key, step in self.steps.items():
             yield row(self.bench, step, times, key, self.args.commit)
         self._phase("timed")
-        split = [k for k, s in self.steps.items() if s.variant.mechanism in self.args.mechanisms]
+        asked = {Variant(m, n) for m in self.args.mechanisms for n in self.args.counts}
+        split = [key for key, step in self.steps.items() if step.variant in asked]
         if split and not self.args.no_controller:
             fastest = min(split, key=lambda key: times[key]["step_ms"])
             yield from self._controller(self.steps[fastest].variant.mechanism, times)
@@ -151,7 +152,7 @@ class CaseRun:
                 for _ in range(2):
                     step()
                 wait_for_all()
-            if not (self.args.no_check or variant.skips or variant.mechanism == "skipped"):
+            if not (self.args.no_check or variant.skips):
                 off = self._check.error(step)
                 say(f"{key}: the input's gradient is {off:.3g} off fp32's")
         except Exception as error:  # any: the others are to be timed all the same
@@ -292,9 +293,7 @@ def variants(args: argparse.Namespace) -> list[Variant]:
     if args.one_queue:
         return found
     found += [Variant(m, n) for m in args.mechanisms for n in args.counts]
-    if args.brief:
-        return found
-    return [*found, *(Variant("skipped", n) for n in args.counts[:1])]
+    return found + [Variant("nccl", n, skips=True) for n in args.counts[:1] if not args.brief]
 
 
 def main() -> int:

@@ -235,7 +235,7 @@ class _Done:
 
 @contextlib.contextmanager
 def without_communication() -> Iterator[None]:
-    """Leaves out the collectives of a micro-batch that is not cut: Megatron's and our linears'.
+    """Leaves out the collectives: Megatron's, our linears', and NCCL's between nano-batches.
 
     Results have the right shapes; what other processes would have sent is whatever memory holds.
     """

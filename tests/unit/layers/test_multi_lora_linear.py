@@ -25,9 +25,9 @@ from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.linear import computes_base, multi_lora_linear
 from tlora_megatron.layers.multi_adapter import (
     BlackBoxMixin,
-    InputNorm,
     MegatronLinearMixin,
     attach,
+    input_norm,
 )
 from tlora_megatron.layers.sites import Site, make_site
 from tlora_megatron.ops.exactness import Exactness
@@ -285,12 +285,18 @@ def test_the_norm_is_rounded_once(is_rms: bool, zero_centered: bool) -> None:
     torch.manual_seed(0)
     x, beta = (torch.randn(shape).bfloat16() for shape in ((40, 96), (96,)))
     gamma = (torch.randn(96) * 0.2 + (not zero_centered)).bfloat16()
-    norm = InputNorm(gamma, None if is_rms else beta, 1e-5, is_rms, zero_centered)
+    linear = SimpleNamespace(
+        layer_norm_weight=gamma,
+        layer_norm_bias=None if is_rms else beta,
+        eps=1e-5,
+        normalization="RMSNorm" if is_rms else "LayerNorm",
+        zero_centered_gamma=zero_centered,
+    )
     wide, weight = x.double(), gamma.double() + int(zero_centered)
     centred = wide if is_rms else wide - wide.mean(-1, keepdim=True)
     exact = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
     exact = exact if is_rms else exact + beta.double()
-    got = norm(x)
+    got = input_norm(linear, x)
     assert got.dtype == torch.bfloat16
     # Half a unit in the last of 8 bits, and what fp32 adds to it: twice rounded is beyond.
     torch.testing.assert_close(got.double(), exact, rtol=2**-8 * 1.01, atol=1e-6)

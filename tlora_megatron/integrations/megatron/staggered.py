@@ -23,6 +23,7 @@ from tlora_megatron.integrations.megatron.layer.frozen_sublayer import FrozenSub
 from tlora_megatron.integrations.megatron.layer.modules import mix
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import built_norm, norm_runs
 from tlora_megatron.layers.multi_adapter import MegatronLinearMixin, MultiAdapter
+from tlora_megatron.ops.frozen.rms_norm import add_rms_norm_vjp
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch, use_micro_batch
 from tlora_megatron.parallel.lane_tape import AutogradTape, VjpTape
 from tlora_megatron.parallel.lanes import Lane, current_lane
@@ -223,7 +224,8 @@ class _Run:
             x = lane.reduce(x)
         if stretch.final_norm is None:
             return x if residual is None else residual + x, tape
-        _, out, norm_back = stretch.final_norm.add_vjp(x, residual)
+        norm = stretch.final_norm.norm_weight
+        _, out, norm_back = add_rms_norm_vjp(x, residual, norm)
         if tape is not None:
             tape.norm = norm_back
         return out, tape

@@ -154,8 +154,8 @@ class ExpertFactors:
     """Those of each slot; some have none."""
     scaling: Tensor
     """fp32 `[slots]`."""
-    arenas: ExpertArenas | None = None
-    """What the targets' factors are views of, where kernels read them so."""
+    arenas: ExpertArenas
+    """What the targets' factors are views of."""
 
 
 class OuterTarget(NamedTuple):
@@ -218,12 +218,11 @@ class ExpertOps(ABC):
 
 
 class TorchExpertOps(ExpertOps):
-    """Run by run, in ascending order, on any device."""
+    """Run by run, in ascending order, on any device; s and dS are `[rows, R]` a run and target."""
 
     def forward(
         self, x: PlacedRows, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
-        """Adds the adapters' outputs to y; returns s `[rows, R]` of every run and target."""
         x_QK, saved = x.spread(), []
         for run, target in _walk(runs, factors):
             rows = slice(run.begin, run.end)
@@ -240,7 +239,6 @@ class TorchExpertOps(ExpertOps):
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> Sequence[Tensor]:
-        """Does what of the way back needs no x: adds to dx and to gradients of B; returns dS."""
         dy_QN, found = dy.spread(), []
         for (run, target), s_QR in zip(_walk(runs, factors), saved, strict=True):
             rows, expert = slice(run.begin, run.end), run.expert
@@ -254,7 +252,6 @@ class TorchExpertOps(ExpertOps):
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
-        """Does the rest of it: adds to gradients of A."""
         x_QK = x.spread()
         for (run, target), ds_QR in zip(_walk(runs, factors), ds, strict=True):
             accumulate(target.grad_a[run.expert], ds_QR, x_QK[run.begin : run.end])

@@ -21,7 +21,6 @@ features, R rank columns.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from tlora_megatron.ops.experts.branch import (
     expert_dgrads,
     expert_products,
 )
+from tlora_megatron.ops.experts.rows import kernels
 from tlora_megatron.ops.lora.kernel_choice import runs_cuda, runs_triton
 from tlora_megatron.ops.lora.torch_ops import accumulate
 
@@ -99,7 +99,12 @@ def expert_linear_dgrad(
 
 def expert_ops(x: Tensor) -> ExpertOps:
     """Returns kernels where a GPU computes in half precision, else torch's products."""
-    return _triton_ops() if runs_kernels(x) else _TORCH
+    if not runs_kernels(x):
+        return _TORCH
+    # Not at the top: triton is only there on machines with a GPU.
+    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
+
+    return TritonExpertOps()
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -115,33 +120,19 @@ def _read_at(source: PlacedRows | None, rows_QK: Tensor) -> PlacedRows:
 _TORCH = TorchExpertOps()
 
 
-@functools.cache
-def _triton_ops() -> Any:
-    # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts.triton_products import TritonExpertOps
-
-    return TritonExpertOps()
-
-
 def _cuda_ops(x: Tensor, weight: Tensor) -> Any:
     """The ops of Hopper; None where they do not run, or do not take a linear."""
     if not runs_cuda(x):
         return None
-    ops = _made_cuda_ops()
-    return ops if ops.takes(x, weight) else None
+    from tlora_megatron.ops.experts.cuda import OPS
 
-
-@functools.cache
-def _made_cuda_ops() -> Any:
-    from tlora_megatron.ops.experts.cuda import CudaExpertOps
-
-    return CudaExpertOps(_triton_ops())
+    return OPS if OPS.takes(x, weight) else None
 
 
 def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tensor:
     """Returns `x w^T` of each run's rows, `[Q, width]`; zeros elsewhere."""
     if runs_kernels(x_QC):
-        return _kernels().shrink(x_QC, runs, side, width)
+        return kernels().shrink(x_QC, runs, side, width)
     s_QR = x_QC.new_zeros(len(x_QC), width)
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -152,7 +143,7 @@ def shrink(x_QC: Tensor, runs: ExpertRuns, side: OuterSide, width: int) -> Tenso
 def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
     """Adds `s w` to y in the rows of each run."""
     if runs_kernels(y_QC):
-        _kernels().expand(s_QR, y_QC, runs, side)
+        kernels().expand(s_QR, y_QC, runs, side)
         return
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -162,7 +153,7 @@ def expand(s_QR: Tensor, y_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> Non
 def add_gradients(s_QR: Tensor, x_QC: Tensor, runs: ExpertRuns, side: OuterSide) -> None:
     """Adds `s^T x` of each run's rows to the gradients of its factors, in ascending order."""
     if runs_kernels(x_QC):
-        _kernels().add_gradients(s_QR, x_QC, runs, side)
+        kernels().add_gradients(s_QR, x_QC, runs, side)
         return
     for run, target in _walk(runs, side):
         rows = slice(run.begin, run.end)
@@ -175,7 +166,7 @@ def scale(s_QR: Tensor, runs: ExpertRuns, factors: OuterFactors) -> Tensor:
     Rows of other adapters and of none must be zeros.
     """
     if runs_kernels(s_QR):
-        return _kernels().scale(s_QR, runs, factors.scaling)
+        return kernels().scale(s_QR, runs, factors.scaling)
     for run in runs.of_adapters:
         if factors.shared.targets[run.slot]:
             # By a tensor in fp32: a number would be rounded to the dtype of s.
@@ -192,13 +183,6 @@ def token_runs(ends: tuple[int, ...], window: slice) -> ExpertRuns:
     """
     held = torch.tensor((window.start, *ends)).clamp(window.start, window.stop)
     return ExpertRuns(held.diff()[None])
-
-
-def _kernels() -> Any:
-    # Not at the top: triton is only there on machines with a GPU.
-    from tlora_megatron.ops.experts import triton_rows
-
-    return triton_rows
 
 
 def _walk(runs: ExpertRuns, side: OuterSide) -> Iterator[tuple[ExpertRun, OuterTarget]]:

@@ -20,9 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tlora_megatron.ops.experts.branch import ExpertArenas, ExpertFactors, ExpertRuns, PlacedRows
-from tlora_megatron.ops.experts.triton_products import TritonExpertOps, down
+from tlora_megatron.ops.experts.triton_products import down
 from tlora_megatron.ops.experts.triton_sums import add_sums as triton_add_sums
-from tlora_megatron.ops.experts.triton_tiles import PairTiles, RankRows, RankTables, tiles_of
+from tlora_megatron.ops.experts.triton_tiles import (
+    PairTiles,
+    RankRows,
+    RankTables,
+    tables_of,
+    tiles_of,
+)
 from tlora_megatron.ops.lora.cuda_arguments import ExpertGemmArguments, ExpertSumsArguments, packer
 from tlora_megatron.ops.lora.cuda_calls import device_index, launch, multiprocessors
 from tlora_megatron.ops.warm_kernel import WarmKernel
@@ -222,14 +228,9 @@ _GEMM = packer(ExpertGemmArguments)
 
 
 class CudaExpertOps:
-    """Computes experts' linears whole; never waits for the device.
+    """Computes experts' linears whole; never waits for the device."""
 
-    Args:
-        beside: kernels of what a GEMM does not compute.
-    """
-
-    def __init__(self, beside: TritonExpertOps) -> None:
-        self._beside = beside
+    def __init__(self) -> None:
         self._entries: WeakKeyDictionary[RankTables, dict[int, Tensor]] = WeakKeyDictionary()
         """The blocks of a linear's sums, for each table of its gradients."""
         self._units: WeakKeyDictionary[ExpertRuns, dict[tuple[int, int], Units]] = (
@@ -256,12 +257,10 @@ class CudaExpertOps:
             x: the same rows, as adapters read them.
         """
         y_QN = x_QK.new_empty(len(x_QK), weight_LNK.shape[1])
-        if factors is None or factors.arenas is None:
+        if factors is None:
             self._gemm(x_QK, weight_LNK, y_QN, runs, None, None, None, transposed=True)
-            if factors is None:
-                return y_QN, ()
-            return y_QN, self._beside.forward(x, y_QN, runs, factors)
-        tables, arenas = self._beside.tables_of(factors), factors.arenas
+            return y_QN, ()
+        tables, arenas = tables_of(factors), factors.arenas
         wide_QR = x_QK.new_zeros(len(x_QK), arenas.lora_a.shape[1])
         tiles = tiles_of(runs, len(x_QK), x_QK.device)
         s_QW = down(x, tables.lora_a, tables, tiles, wide_QR)
@@ -283,12 +282,10 @@ class CudaExpertOps:
             dy: the same rows, as adapters read them.
         """
         dx_QK = dy_QN.new_empty(len(dy_QN), weight_LNK.shape[2])
-        if factors is None or factors.arenas is None:
+        if factors is None:
             self._gemm(dy_QN, weight_LNK, dx_QK, runs, None, None, None, transposed=False)
-            if factors is None:
-                return dx_QK, ()
-            return dx_QK, self._beside.input_backward(dy, dx_QK, saved, runs, factors)
-        tables, arenas = self._beside.tables_of(factors), factors.arenas
+            return dx_QK, ()
+        tables, arenas = tables_of(factors), factors.arenas
         tiles, (s_QW,) = tiles_of(runs, len(dy_QN), dy_QN.device), saved
         wide_QR = dy_QN.new_zeros(len(dy_QN), arenas.lora_a.shape[1])
         ds_QW = down(dy, tables.lora_b, tables, tiles, wide_QR)
@@ -300,7 +297,7 @@ class CudaExpertOps:
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
         """Adds to the gradients of A."""
-        (ds_QW,), tables = ds, self._beside.tables_of(factors)
+        (ds_QW,), tables = ds, tables_of(factors)
         tiles = tiles_of(runs, len(ds_QW), ds_QW.device)
         self._add_sums(tables.grad_a, ds_QW, x, tables, tiles)
 
@@ -383,3 +380,7 @@ class CudaExpertOps:
             experts = len(runs.counts_LS)
             known[key] = make_units(begins, experts, num_rows, columns_out, positions)
         return known[key]
+
+
+OPS = CudaExpertOps()
+"""One for all linears: it keeps what it has listed for them."""

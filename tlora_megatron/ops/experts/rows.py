@@ -118,7 +118,7 @@ class ExpertRows(NamedTuple):
     def spread(self, x_TH: Tensor) -> Tensor:
         """Returns a row's values at all of its places, `[R, H]`."""
         if runs_triton(x_TH) and len(self.rows_R):
-            return _kernels().spread_rows(x_TH, self.rows_R)
+            return kernels().spread_rows(x_TH, self.rows_R)
         return x_TH[self.rows_R]
 
     def placed(self, x_TH: Tensor) -> PlacedRows:
@@ -132,7 +132,7 @@ class ExpertRows(NamedTuple):
     def sum(self, y_RH: Tensor) -> Tensor:
         """Returns the sum over a row's places `[T, H]`: in fp32, by ascending expert."""
         if runs_triton(y_RH) and len(y_RH):
-            return _kernels().sum_rows(y_RH, self.places_TK)
+            return kernels().sum_rows(y_RH, self.places_TK)
         total_TH = y_RH[self.places_TK[:, 0]].float()
         for choice in range(1, self.places_TK.shape[1]):
             total_TH += y_RH[self.places_TK[:, choice]]
@@ -164,8 +164,8 @@ def sort_rows(experts_TK: Tensor, num_experts: int, slots: RowSlots | None = Non
     return ExpertRows(rows_R, choice_R, places_R.view_as(experts_TK), counts_ES)
 
 
-def _kernels() -> Any:
-    # Not at the top: triton is only there on machines with a GPU.
+def kernels() -> Any:
+    """Returns the module of kernels: triton is only there on machines with a GPU."""
     from tlora_megatron.ops.experts import triton_rows
 
     return triton_rows
@@ -191,7 +191,7 @@ def weighted_glu(inner_QI: Tensor, weights_Q: Tensor, glu: ClampedGlu | None) ->
     if glu is not None:
         return _weighted(clamped_glu_reference(inner_QI, glu), weights_Q)
     if runs_triton(inner_QI) and len(inner_QI):
-        return _kernels().weighted_swiglu(inner_QI, weights_Q)
+        return kernels().weighted_swiglu(inner_QI, weights_Q)
     return _weighted(swiglu_reference(inner_QI), weights_Q)
 
 
@@ -212,7 +212,7 @@ def weighted_glu_back(
         hidden_QI = clamped_glu_reference(inner_QI, glu)
         back: Vjp = functools.partial(_clamped_glu_back, inner_QI=inner_QI, glu=glu)
     elif runs_triton(inner_QI) and len(inner_QI):
-        kernel = _kernels().weighted_swiglu_back
+        kernel = kernels().weighted_swiglu_back
         return kernel(grad_QI, inner_QI, weights_Q, with_result=with_result)
     else:
         hidden_QI, back = swiglu_vjp(inner_QI)

@@ -10,7 +10,6 @@ Shapes: Q rows, K columns of the linear's side, W rank rows of the widest slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -29,8 +28,8 @@ from tlora_megatron.ops.experts.triton_tiles import (
     in_columns,
     is_chunk_of,
     rank_places,
-    rank_tables,
     ranks_at_once,
+    tables_of,
     tiles_of,
 )
 from tlora_megatron.ops.warm_kernel import WarmKernel
@@ -270,16 +269,12 @@ def up(y_QK: Tensor, s_QW: Tensor, rows: RankRows, tables: RankTables, tiles: Pa
 
 
 class TritonExpertOps(ExpertOps):
-    """Computes what `TorchExpertOps` defines; never waits for the device."""
-
-    def __init__(self) -> None:
-        self._tables: WeakKeyDictionary[ExpertFactors, RankTables] = WeakKeyDictionary()
+    """Computes what `TorchExpertOps` defines; s and dS are `[Q, W]`. Never waits for the device."""
 
     def forward(
         self, x: PlacedRows, y_QN: Tensor, runs: ExpertRuns, factors: ExpertFactors
     ) -> Sequence[Tensor]:
-        """Adds the adapters' outputs to y; returns s `[Q, W]`, where W are rank rows."""
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(y_QN), y_QN.device)
+        tables, tiles = tables_of(factors), tiles_of(runs, len(y_QN), y_QN.device)
         s_QW = down(x, tables.lora_a, tables, tiles)
         up(y_QN, s_QW, tables.lora_b, tables, tiles)
         return (s_QW,)
@@ -292,9 +287,8 @@ class TritonExpertOps(ExpertOps):
         runs: ExpertRuns,
         factors: ExpertFactors,
     ) -> Sequence[Tensor]:
-        """Does what of `backward` needs no x; returns dS `[Q, W]`."""
         (s_QW,) = saved
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(dx_QK), dx_QK.device)
+        tables, tiles = tables_of(factors), tiles_of(runs, len(dx_QK), dx_QK.device)
         ds_QW = down(dy, tables.lora_b, tables, tiles)
         up(dx_QK, ds_QW, tables.lora_a, tables, tiles)
         add_sums(tables.grad_b, s_QW, dy, tables, tiles)
@@ -303,13 +297,6 @@ class TritonExpertOps(ExpertOps):
     def input_sums(
         self, ds: Sequence[Tensor], x: PlacedRows, runs: ExpertRuns, factors: ExpertFactors
     ) -> None:
-        """Does the rest of it: adds to gradients of A."""
         (ds_QW,) = ds
-        tables, tiles = self.tables_of(factors), tiles_of(runs, len(ds_QW), ds_QW.device)
+        tables, tiles = tables_of(factors), tiles_of(runs, len(ds_QW), ds_QW.device)
         add_sums(tables.grad_a, ds_QW, x, tables, tiles)
-
-    def tables_of(self, factors: ExpertFactors) -> RankTables:
-        """Returns the tables of a linear, made once."""
-        if factors not in self._tables:
-            self._tables[factors] = rank_tables(factors)
-        return self._tables[factors]

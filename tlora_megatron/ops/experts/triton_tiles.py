@@ -134,14 +134,14 @@ def pair_tiles(counts_LS: Tensor, num_rows: int) -> PairTiles:
 
 def tiles_of(runs: ExpertRuns, num_rows: int, device: torch.device) -> PairTiles:
     """Returns the tiles of a layer's call, made once."""
-    if runs not in _known:
+    if runs not in _tiles_known:
         counts_LS = runs.counts_LS
         counts_LS = counts_LS if counts_LS.is_cuda else to_device(counts_LS, device)
-        _known[runs] = pair_tiles(counts_LS, num_rows)
-    return _known[runs]
+        _tiles_known[runs] = pair_tiles(counts_LS, num_rows)
+    return _tiles_known[runs]
 
 
-_known: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
+_tiles_known: WeakKeyDictionary[ExpertRuns, PairTiles] = WeakKeyDictionary()
 
 
 class RankRun(NamedTuple):
@@ -182,7 +182,7 @@ class RankTables:
     scaling_S: Tensor
     """fp32."""
     positions: Tensor
-    """int32: the slots' rank columns in the arenas (`ExpertArenas.positions`); anything without."""
+    """int32: the slots' rank columns in the arenas (`ExpertArenas.positions`), if there are any."""
 
 
 class Placed(NamedTuple):
@@ -194,8 +194,17 @@ class Placed(NamedTuple):
     """`[L, rank, columns]`."""
 
 
-def rank_tables(factors: ExpertFactors) -> RankTables:
-    """Builds the tables of a linear; copies them to the device of its factors."""
+def tables_of(factors: ExpertFactors) -> RankTables:
+    """Returns the tables of a linear on the device of its factors, made once."""
+    if factors not in _tables_known:
+        _tables_known[factors] = _rank_tables(factors)
+    return _tables_known[factors]
+
+
+_tables_known: WeakKeyDictionary[ExpertFactors, RankTables] = WeakKeyDictionary()
+
+
+def _rank_tables(factors: ExpertFactors) -> RankTables:
     ranks = [[target.lora_a.shape[1] for target in targets] for targets in factors.targets]
     widths = [sum(of_slot) for of_slot in ranks]
     width = -(-max(widths, default=0) // CHUNK) * CHUNK
@@ -223,7 +232,7 @@ def rank_tables(factors: ExpertFactors) -> RankTables:
         grad_a=rows(lambda target: target.grad_a, out=False),
         grad_b=rows(lambda target: target.grad_b, out=True),
         scaling_S=factors.scaling,
-        positions=widths_S if factors.arenas is None else factors.arenas.positions,
+        positions=factors.arenas.positions,
     )
 
 

@@ -118,18 +118,14 @@ def middle_shape(heads: int, multiprocessors: int, parts: int) -> CallShape:
     return undivided(heads, multiprocessors)
 
 
-def long_shape(
-    heads: int, key_heads: int, multiprocessors: int, parts: int | None = None
-) -> CallShape:
-    """Returns the shape in which a long document's blocks end first.
+def long_shape(heads: int, key_heads: int, multiprocessors: int) -> CallShape:
+    """Returns the shape in which a long document's blocks end first: that of fewest waves.
 
-    Args:
-        parts: the number wanted; None = that of fewest waves, then the least, as each costs memory.
+    Among these it has the fewest parts, as each costs memory.
     """
     shapes = [
         shape
         for n in range(1, num_parts(heads, multiprocessors) + 1)
-        if parts in (None, n)
         for shape in _long_shapes(n, heads, heads // key_heads, multiprocessors)
     ]
 

@@ -228,8 +228,7 @@ def scaled_losses(
     Args:
         inputs, kinds: see `token_losses`.
     """
-    loss_T: Tensor = _Scaled.apply(nll_T, weights_T, inputs, kinds)
-    return loss_T
+    return _Scaled.apply(nll_T, weights_T, inputs, kinds)
 
 
 def segment_sums(values_T: Tensor, lengths_G: Tensor, *, exact: bool = False) -> Tensor:

@@ -3,9 +3,8 @@
 Semantics, as Hugging Face's Llama: `y = round(x / rms(x)) * weight`, statistics in fp32, `round` to
 the dtype of x. The norms of torch and of Transformer Engine round once, behind the weight, which
 may be held less 1 (`NormWeight`). A block reads the residual stream twice, as it is and normalised;
-both gradients come back to the same tensor. So `fork` and `add` give both outputs from one
-function, whose backward adds the two gradients in the pass that computes one of them. No gradient
-of the weight.
+both gradients come back to the same tensor. So both outputs come from one function, whose backward
+adds the two gradients in the pass that computes one of them. No gradient of the weight.
 
 The residual stream may be fp32 while weights, what is added to it and what is normalised are of
 half the width (`--fp32-residual-connection`): sums and gradients of the stream then stay fp32.

@@ -18,7 +18,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.lora.cuda_arguments import Arenas, GemmTile, gemm_tile, is_supported
+from tlora_megatron.ops.lora.cuda_arguments import Arenas, gemm_tile, is_supported
 from tlora_megatron.ops.lora.cuda_calls import (
     Dropout,
     RankPart,
@@ -175,28 +175,9 @@ class CudaLinear(KernelLinear):
     def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True, window=window)
 
-    def linear(
-        self,
-        x_TK: Tensor,
-        weight_NK: Tensor,
-        bias_N: Tensor | None,
-        s: Tensor,
-    ) -> Tensor:
-        # A copy made here would be the previous kernel.
-        overlaps = x_TK.is_contiguous() and weight_NK.is_contiguous()
-        x_TK, weight_NK = x_TK.contiguous(), weight_NK.contiguous()
-        y_TN = x_TK.new_empty(x_TK.shape[0], weight_NK.shape[0])
-        gemm(
-            x_TK,
-            weight_NK,
-            y_TN,
-            self._gemm_tile(y_TN),
-            transposed=True,
-            overlaps_previous_kernel=overlaps,
-            bias_N=bias_N,
-            rank=self._rank_part(s, self._site.b, "chunk_b", None),
-        )
-        return y_TN
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, s: Tensor) -> Tensor:
+        rank = self._rank_part(s, self._site.b, "chunk_b", None)
+        return self._gemm(x_TK, weight_NK, len(weight_NK), rank, bias_N, transposed=True)
 
     def rank_part(self, s: Tensor, bias_N: Tensor | None, num_columns: int) -> Tensor:
         return up(s, bias_N, num_columns, self, UP_BLOCKS)
@@ -217,20 +198,35 @@ class CudaLinear(KernelLinear):
         return self._rank_rows(dy_TN.contiguous(), self._site.b, masked=False)
 
     def dgrad(self, dy_TN: Tensor, ds: Tensor, weight_NK: Tensor) -> Tensor:
+        rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
+        return self._gemm(dy_TN, weight_NK, weight_NK.shape[1], rank, None, transposed=False)
+
+    def _gemm(
+        self,
+        x_TK: Tensor,
+        weight: Tensor,
+        num_columns: int,
+        rank: RankPart | None,
+        bias_N: Tensor | None,
+        *,
+        transposed: bool,
+    ) -> Tensor:
         # A copy made here would be the previous kernel.
-        overlaps = dy_TN.is_contiguous() and weight_NK.is_contiguous()
-        dy_TN, weight_NK = dy_TN.contiguous(), weight_NK.contiguous()
-        dx_TK = dy_TN.new_empty(dy_TN.shape[0], weight_NK.shape[1])
+        overlaps = x_TK.is_contiguous() and weight.is_contiguous()
+        x_TK, weight = x_TK.contiguous(), weight.contiguous()
+        out_TN = x_TK.new_empty(len(x_TK), num_columns)
+        clusters = multiprocessors(x_TK.device) // 2
         gemm(
-            dy_TN,
-            weight_NK,
-            dx_TK,
-            self._gemm_tile(dx_TK),
-            transposed=False,
+            x_TK,
+            weight,
+            out_TN,
+            gemm_tile(self.rows.row_budget, num_columns, clusters),
+            transposed=transposed,
             overlaps_previous_kernel=overlaps,
-            rank=self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout),
+            bias_N=bias_N,
+            rank=rank,
         )
-        return dx_TK
+        return out_TN
 
     def backward_down(
         self,
@@ -254,10 +250,6 @@ class CudaLinear(KernelLinear):
         """Returns the multiprocessors that sums are divided for."""
         exactness = self.rows.exactness
         return multiprocessors(device) if exactness is None else exactness.multiprocessors
-
-    def _gemm_tile(self, out_TN: Tensor) -> GemmTile:
-        clusters = multiprocessors(out_TN.device) // 2
-        return gemm_tile(self.rows.row_budget, out_TN.shape[1], clusters)
 
     def _rank_part(
         self, flat: Tensor, arenas: Arenas, chunk_rows: str, dropout: Dropout | None

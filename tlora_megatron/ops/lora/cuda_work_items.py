@@ -122,22 +122,6 @@ class SumInput:
         return tuple(c.size for c in self.columns) or (self.in_columns,)
 
 
-class _Cells:
-    """Blocks of every slot's sums: `[slots, targets]`, or all targets as one."""
-
-    def __init__(self, plan: PlanTensors, widths: Sequence[int]) -> None:
-        chunks = plan.slot_chunks
-        if len(widths) != chunks.shape[1]:
-            chunks = chunks.sum(axis=1, keepdims=True)
-        self.chunks = chunks
-        self.widths = np.array(widths, dtype=np.int64)
-        self.arena_rows = plan.a_begin[:, : len(widths)]
-        self.blocks = -(-self.widths // BLOCK_FEATURES)
-        self.passes = -(-chunks // ITEM_CHUNKS)
-        self.per_target = self.passes * self.blocks
-        """Blocks of a slot and target: feature blocks, each in its passes."""
-
-
 def sum_items(plan: PlanTensors, inputs: Sequence[SumInput]) -> ItemList:
     """Returns the items of all inputs, those that move most bytes first: blocks end together.
 
@@ -182,16 +166,21 @@ def _border_table(borders: Sequence[Borders]) -> Array:
 
 def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int, int]:
     """Returns an input's items, each counter's borders, the units of workspace and the counters."""
-    grid = _Cells(plan, source.widths)
+    widths: Array = np.array(source.widths, dtype=np.int64)
+    chunks, arena_rows = plan.slot_chunks, plan.a_begin[:, : len(widths)]
+    if len(widths) != chunks.shape[1]:  # all targets as one
+        chunks = chunks.sum(axis=1, keepdims=True)
+    blocks = -(-widths // BLOCK_FEATURES)
     table, borders = plan.runs(source.rows_per_run, source.window)
     slot, begin, end, part, parts, _ = table.T
-    cells = grid.per_target[slot]
+    # Of a slot and target: blocks of features, each in its passes.
+    cells = (-(-chunks // ITEM_CHUNKS) * blocks)[slot]
     cell, within = spread(cells.ravel())
-    run, target = np.divmod(cell, max(len(grid.widths), 1))
-    k, block = np.divmod(within, grid.blocks[target])
+    run, target = np.divmod(cell, max(len(widths), 1))
+    k, block = np.divmod(within, blocks[target])
     feature = block * BLOCK_FEATURES
-    count = np.minimum(grid.chunks[slot[run], target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
-    arena_row = grid.arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
+    count = np.minimum(chunks[slot[run], target] - ITEM_CHUNKS * k, ITEM_CHUNKS)
+    arena_row = arena_rows[slot[run], target] + ITEM_CHUNKS * RANK_CHUNK * k
     first, second = (_input_columns(source, target, feature + h) for h in (0, 64))
     workspace, counter, used, counted = _workspace(cells, table, run, target, within, count)
     fields = (
@@ -200,9 +189,9 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int,
         first,
         second,
         feature,
-        grid.widths[target],
+        widths[target],
         count,
-        arena_row - grid.arena_rows[slot[run], 0],
+        arena_row - arena_rows[slot[run], 0],
         arena_row,
         slot[run],
         part[run],

@@ -139,8 +139,7 @@ class SiteFactors:
         """
         if build not in self._cache:
             self._cache[build] = build(self)
-        found: T = self._cache[build]
-        return found
+        return self._cache[build]
 
 
 def are_aligned(grads: Gradients) -> bool:

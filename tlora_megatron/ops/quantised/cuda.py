@@ -147,7 +147,6 @@ def fp8_dgrad(
     *,
     rank: RankPart | None = None,
     overlaps_previous_kernel: bool = False,
-    group: int = 8,
 ) -> None:
     """`dx = dy W + mask(rank part)`.
 
@@ -157,13 +156,12 @@ def fp8_dgrad(
         rank: dS with the arena of `lora_a`.
         overlaps_previous_kernel: start before the previous kernel has ended. Everything but dS
             must have been written before that kernel began.
-        group: row tiles whose column tiles are computed one after another.
     """
     plain = gemm_arguments(
         dy_rows.codes_TK,
         weight.codes_NK,
         dx_TK,
-        GemmTile(256, group),
+        GemmTile(256),
         False,
         overlaps_previous_kernel,
         None,

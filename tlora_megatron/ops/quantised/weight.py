@@ -128,10 +128,7 @@ class QuantWeight(WeightCodes):
         """Returns `x W^T` `[T, N]`; added to `onto_TN`, in place, where there is one."""
         if onto_TN is None and self.takes_ranks(x_TK):
             return self.ranked_product(x_TK, None, None)
-        return self.product_of(self.rows_of(x_TK), x_TK.dtype, onto_TN)
-
-    def product_of(self, rows: QuantRows, dtype: torch.dtype, onto_TN: Tensor | None) -> Tensor:
-        """Returns the product of rows that `rows_of` has made of x in `dtype`; see `forward`."""
+        rows, dtype = self.rows_of(x_TK), x_TK.dtype
         if _runs_kernels(rows.codes_TK, dtype):
             # Not at the top: triton is only there on machines with a GPU.
             from tlora_megatron.ops.quantised.triton_products import launch_forward
@@ -174,44 +171,19 @@ def _rounded(wide: Tensor, dtype: torch.dtype, onto: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KnownRows:
-    """A base whose forward product is of given rows; a `FrozenBase`, with ranks as its weight.
+class KnownRows(QuantWeight):
+    """A weight whose forward product is of given rows: of its x dtype and device count alone."""
 
-    Of the x that its methods get, dtype and device count alone.
-    """
-
-    weight: QuantWeight
     rows: QuantRows
     """Those of x, as the weight's `rows_of` makes them."""
 
-    @property
-    def num_columns(self) -> int:
-        """N."""
-        return self.weight.num_columns
-
-    def forward(self, x_WK: Tensor, onto_TN: Tensor | None = None) -> Tensor:
-        """Returns the product `[T, N]`; added to `onto_TN`, in place, where there is one."""
-        if onto_TN is None and self.takes_ranks(x_WK):
-            return self.ranked_product(x_WK, None, None)
-        return self.weight.product_of(self.rows, x_WK.dtype, onto_TN)
-
-    def dgrad(self, dy_TN: Tensor, onto_TK: Tensor | None = None) -> Tensor:
-        """Returns `dy W` `[T, K]`; added to `onto_TK`, in place, where there is one."""
-        return self.weight.dgrad(dy_TN, onto_TK)
-
-    def takes_ranks(self, x: Tensor) -> bool:
-        """True if Hopper's GEMM of codes computes products of rows like x, adapters included."""
-        return self.weight.takes_ranks(x)
+    def rows_of(self, x_WK: Tensor) -> QuantRows:
+        return self.rows
 
     def prepare(self, x_WK: Tensor) -> None:
         """Does nothing: the codes are there."""
 
     def ranked_product(self, x_WK: Tensor, bias_N: Tensor | None, rank: RankPart | None) -> Tensor:
-        """Returns the product `+ b + rank part` `[T, N]`; if `takes_ranks`."""
         from tlora_megatron.ops.quantised.cuda import product_of
 
-        return product_of(self.rows, self.weight, x_WK.dtype, bias_N, rank)
-
-    def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
-        """Returns `dy W + mask(rank part)` `[T, K]`; if `takes_ranks`."""
-        return self.weight.ranked_dgrad(dy_TN, rank)
+        return product_of(self.rows, self, x_WK.dtype, bias_N, rank)

@@ -55,14 +55,13 @@ def test_kernels_give_a_job_the_same_bits_beside_others() -> None:
 @interpreted
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_fill_the_rank_columns_of_the_arenas(name: str) -> None:
-    from tlora_megatron.ops.experts.triton_products import TritonExpertOps, down
-    from tlora_megatron.ops.experts.triton_tiles import tiles_of
+    from tlora_megatron.ops.experts.triton_products import down
+    from tlora_megatron.ops.experts.triton_tiles import tables_of, tiles_of
 
-    case, ops = branch_case(CASES[name], torch.float32), TritonExpertOps()
-    tables = ops.tables_of(case.factors)
+    case = branch_case(CASES[name], torch.float32)
+    tables = tables_of(case.factors)
     tiles = tiles_of(case.runs, len(case.x), case.x.device)
     arenas = case.factors.arenas
-    assert arenas is not None
     wide = torch.zeros(len(case.x), arenas.lora_a.shape[1])
     s = down(PlacedRows(case.x), tables.lora_a, tables, tiles, wide)
     slots = slots_of_rows(case)
@@ -157,10 +156,10 @@ def test_units_of_the_gemm_cover_every_row_once(columns_out: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_blocks_of_sums_cover_every_gradient_once(name: str) -> None:
     from tlora_megatron.ops.experts.cuda import sum_entries
-    from tlora_megatron.ops.experts.triton_tiles import rank_tables
+    from tlora_megatron.ops.experts.triton_tiles import tables_of
 
     case = branch_case(CASES[name], torch.float32)
-    tables = rank_tables(case.factors)
+    tables = tables_of(case.factors)
     for rows, depth in ((tables.grad_a, case.x.shape[1]), (tables.grad_b, case.y.shape[1])):
         covered = torch.zeros(tables.slots, tables.width + 64, depth)
         for entry in sum_entries(rows, depth):

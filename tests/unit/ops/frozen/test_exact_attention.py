@@ -24,7 +24,6 @@ from tlora_megatron.ops.frozen.attention_plan import (
     DocumentRun,
     classes_of,
     document_runs,
-    long_shape,
     num_parts,
     rows_of_none,
 )
@@ -90,11 +89,6 @@ def test_a_long_document_is_divided_for_the_fewest_waves(
     shape = classes(*heads).long
     assert shape[:3] == (parts, own_heads, documents)
     assert parts * heads[0] <= max(132, heads[0]), "blocks that work, at most one a multiprocessor"
-
-
-def test_other_numbers_of_parts_can_be_asked_for() -> None:
-    assert long_shape(32, 8, 132, parts=3)[:3] == (3, 32, 2)
-    assert long_shape(32, 8, 132, parts=5)[:3] == (5, 32, 1)
 
 
 def test_padding_is_in_no_call() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tlora_megatron.ops.routing import MicroBatchView, current_micro_batch
 from tlora_megatron.parallel import groups
-from tlora_megatron.parallel.collectives import SkippedCollectives
+from tlora_megatron.parallel.collectives import NoCollectives
 from tlora_megatron.parallel.groups import host_threads
 from tlora_megatron.parallel.lane_tape import SideStream
 from tlora_megatron.parallel.lanes import Lane, current_lane
@@ -118,7 +118,7 @@ class Stream(SideStream):
 
 def make_lanes(count: int) -> list[Lane]:
     views = [cast(MicroBatchView, object()) for _ in range(count)]
-    collectives = SkippedCollectives(1, 0)
+    collectives = NoCollectives()
     return [
         Lane(index, view, collectives, Stream(), gathers=False) for index, view in enumerate(views)
     ]

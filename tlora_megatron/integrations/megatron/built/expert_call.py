@@ -61,8 +61,7 @@ class RankColumns:
 
     def widen(self, x: Tensor) -> Tensor:
         """Puts what gate's and up's shared A make of `[..., H]` behind it, `[..., H + C]`."""
-        wide: Tensor = _Widen.apply(x.flatten(0, -2), self)
-        return wide.unflatten(0, x.shape[:-1])
+        return _Widen.apply(x.flatten(0, -2), self).unflatten(0, x.shape[:-1])
 
     def split(self, wide_Q: Tensor) -> tuple[Tensor, Tensor]:
         """Takes arrived rows apart into features `[Q, H]` and columns `[Q, C]`."""
@@ -80,21 +79,18 @@ class RankColumns:
         """
         if self.first is None:
             return y_QN
-        out: Tensor = _AddToFirst.apply(u_QC, y_QN, runs, _own(self.first, expert))
-        return out
+        return _AddToFirst.apply(u_QC, y_QN, runs, _own(self.first, expert))
 
     def widen_result(
         self, h_QK: Tensor, y_QH: Tensor, runs: ExpertRuns, expert: int | None
     ) -> Tensor:
         """Puts what down's own A's make of its input behind its output, `[Q, H + C]`."""
         side = None if self.second is None else _own(self.second, expert)
-        wide: Tensor = _WidenResult.apply(h_QK, y_QH, runs, side, self.width)
-        return wide
+        return _WidenResult.apply(h_QK, y_QH, runs, side, self.width)
 
     def narrow(self, wide: Tensor) -> Tensor:
         """Takes what came back, `[..., H + C]`, to `[..., H]`, with down's shared B's part."""
-        out: Tensor = _Narrow.apply(wide.flatten(0, -2), self)
-        return out.unflatten(0, wide.shape[:-1])
+        return _Narrow.apply(wide.flatten(0, -2), self).unflatten(0, wide.shape[:-1])
 
 
 def _own(factors: OuterFactors, expert: int | None) -> OuterSide:

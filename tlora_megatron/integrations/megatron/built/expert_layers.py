@@ -115,8 +115,7 @@ class RoutesByAdapter:
         layer: Any = super()
         call = take_call()
         if call is None or call.columns is None:
-            found: Tensor = layer.postprocess(output, shared_expert_output)
-            return found
+            return layer.postprocess(output, shared_expert_output)
         routed = call.columns.narrow(layer.postprocess(output, None))
         return routed if shared_expert_output is None else routed + shared_expert_output
 
@@ -152,7 +151,6 @@ class AdaptedExperts(MultiAdapter):
     tlora_banks: dict[str, tuple[AdapterBank, Site]]
 
     def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
-        """Makes a bank's adapters at a site those of one linear, in the place of those before."""
         banks = {**getattr(self, "tlora_banks", {}), site.linear: (bank, site)}
         object.__setattr__(self, "tlora_banks", banks)
 
@@ -224,8 +222,7 @@ class ExpertLinear:
         linear: Any = super()
         call, (name, expert) = current_call(), self.tlora_place
         if call is None:
-            found: tuple[Tensor, Any] = linear.forward(x, *args, **kwargs)
-            return found
+            return linear.forward(x, *args, **kwargs)
         columns, is_first = call.columns, name == _FIRST
         if columns is not None and is_first:
             x, u_QC = columns.split(x)
@@ -247,14 +244,12 @@ def _with_branch(
     name, expert = place
     if expert is None:
         sent = call.sent if name == _FIRST else None
-        out: Tensor = _AddBranch.apply(x, y, call.runs, factors, expert_ops(x), sent)
-        return out
+        return _AddBranch.apply(x, y, call.runs, factors, expert_ops(x), sent)
     runs = call.of_experts[expert]
     if not runs.of_adapters:
         return y
     # Numbers of rows are on the host: kernels that read them on the device gain nothing.
-    out = _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH, None)
-    return out
+    return _AddBranch.apply(x, y, runs, _of_expert(factors, expert), _TORCH, None)
 
 
 def _of_expert(factors: ExpertFactors, expert: int) -> ExpertFactors:

@@ -147,7 +147,11 @@ def why_not_head(model: Any) -> str | None:
     kind = built_class(model)
     for name in ("forward", "_postprocess"):
         owner = _owner(kind, name)
-        if owner is not None and not _is_known(owner):
+        # Those do nothing with logits but what `conditions.HEAD` lists.
+        is_known = owner is None or (
+            owner.__module__.startswith("megatron.core.models.") and owner.__name__ in _MODELS
+        )
+        if not is_known:
             return f"{kind.__name__} has a {name} of its own"
     if _owner(kind, _LOSS) is not LanguageModule:
         return f"{kind.__name__} has a {_LOSS} of its own"
@@ -156,11 +160,6 @@ def why_not_head(model: Any) -> str | None:
 
 def _owner(kind: type, name: str) -> type | None:
     return next((c for c in kind.__mro__ if name in vars(c)), None)
-
-
-def _is_known(kind: type) -> bool:
-    """True for classes that do nothing with logits but what `conditions.HEAD` lists."""
-    return kind.__module__.startswith("megatron.core.models.") and kind.__name__ in _MODELS
 
 
 def _why_not_output_layer(model: Any) -> str | None:

@@ -101,7 +101,6 @@ class StackedWeights(nn.Module, MultiAdapter):
             self.register_parameter(f"{name}{number}", nn.Parameter(value, requires_grad=False))
 
     def bind_adapters(self, bank: AdapterBank, site: Site) -> None:
-        """Makes a bank's adapters at a site this linear's, in the place of those before."""
         object.__setattr__(self, "tlora_bank", (bank, site))
 
     @property

@@ -131,7 +131,7 @@ class FrozenTransformerLayer(TransformerLayer):
         hidden_states: Tensor,
     ) -> Tensor:
         repeats_mlp = self.recompute_mlp or (view is not None and view.recompute == "selective")
-        residual, normed = self.input_layernorm.fork(hidden_states)
+        residual, normed = self.input_layernorm.add(hidden_states, None)
         if lane is not None:
             residual = lane.detach_residual(residual, joint=True)
         attended, _ = self.self_attention(normed, attention_mask=attention_mask)

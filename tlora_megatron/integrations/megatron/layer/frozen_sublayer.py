@@ -30,7 +30,7 @@ from tlora_megatron.layers.linear import QuantisedInput, gather_codes, takes_cod
 from tlora_megatron.layers.quantised_linear import held_codes
 from tlora_megatron.layers.transformer_engine import one_scale
 from tlora_megatron.ops.frozen.parts import Vjp
-from tlora_megatron.ops.frozen.rms_norm import Beside, norm_into
+from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm_vjp, norm_into
 from tlora_megatron.ops.quantised.rows import OneScale, pass_rows
 from tlora_megatron.ops.quantised.weight import QuantWeight
 from tlora_megatron.ops.routing import MicroBatchView, bind_current
@@ -191,7 +191,8 @@ def _run_whole(
         column = _coded_column(sublayer.column)
         beside = None if column is None and row is None else Beside(column, row)
         row = _codes_of_all_rows(sublayer.row)
-        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual, beside)
+        norm = sublayer.norm.norm_weight
+        residual, normed, norm_back = add_rms_norm_vjp(x, residual, norm, beside)
         keeps, restore = tape is not None, None
         if keeps and sublayer.recomputes_norm:
             restore = functools.partial(_norm_again, sublayer.norm, residual, normed)
@@ -291,7 +292,8 @@ def run_in_lane(
             x = lane.reduce(x)
         column = held_codes(sublayer.column)
         beside = None if column is None else Beside(_coded_column(sublayer.column), None)
-        residual, normed, norm_back = sublayer.norm.add_vjp(x, residual, beside)
+        norm = sublayer.norm.norm_weight
+        residual, normed, norm_back = add_rms_norm_vjp(x, residual, norm, beside)
         full = _gather(sublayer, normed, lane)
         x, compute_back = sublayer.compute(full, lane.view, lane, keeps=tape is not None)
         lane.to_side_stream(x)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.layer.modules import built_class, does_more
 from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.frozen.parts import HeadNorms, NormWeight, Vjp
-from tlora_megatron.ops.frozen.rms_norm import Beside, add_rms_norm, add_rms_norm_vjp
+from tlora_megatron.ops.frozen.parts import HeadNorms, NormWeight
+from tlora_megatron.ops.frozen.rms_norm import add_rms_norm
 from tlora_megatron.ops.frozen.rotary import inverse_frequencies, rotary_factor, rotate_halves
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
@@ -33,8 +33,8 @@ class RMSNorm(nn.Module):
 
     Statistics are fp32; the normalised value is rounded to the input's dtype before the weight is
     multiplied in. Rows are independent, so a sequence-parallel shard needs no communication.
-    Where calling the module does more than `forward`, `fork` and `add` call it, and autograd adds
-    what the kernels otherwise add.
+    Where calling the module does more than `forward`, `add` calls it, and autograd adds what the
+    kernels otherwise add.
     The constructor is that of Megatron's `WrappedTorchNorm`, which refuses sequence parallelism.
     """
 
@@ -59,24 +59,12 @@ class RMSNorm(nn.Module):
         """Normalises `[..., hidden_size]`."""
         return add_rms_norm(x, None, self.weight, self.eps)[1]
 
-    def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream as it is, to be added to, and normalised."""
-        if does_more(self):
-            return x, self(x)
-        return add_rms_norm(x, None, self.weight, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream with x added, as it is and normalised."""
-        if does_more(self):
-            total = residual + x
-            return total, self(total)
-        return add_rms_norm(x, residual, self.weight, self.eps)
-
-    def add_vjp(
-        self, x: Tensor, residual: Tensor | None, beside: Beside | None = None
-    ) -> tuple[Tensor, Tensor, Vjp]:
-        """Does what `add` does, or `fork` without a residual; see `add_rms_norm_vjp`."""
-        return add_rms_norm_vjp(x, residual, self.norm_weight, beside)
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream with x added, or x itself, as it is and normalised."""
+        if not does_more(self):
+            return add_rms_norm(x, residual, self.weight, self.eps)
+        total = x if residual is None else residual + x
+        return total, self(total)
 
 
 class PackedRotaryEmbedding:
@@ -134,12 +122,6 @@ class BuiltNorm(NamedTuple):
         owner: Any = self.owner
         zero_centered = getattr(owner, "zero_centered_gamma", False)
         return NormWeight(getattr(owner, self.attribute), owner.eps, zero_centered)
-
-    def add_vjp(
-        self, x: Tensor, residual: Tensor | None, beside: Beside | None = None
-    ) -> tuple[Tensor, Tensor, Vjp]:
-        """Does what `RMSNorm.add_vjp` does."""
-        return add_rms_norm_vjp(x, residual, self.norm_weight, beside)
 
 
 Norm = RMSNorm | BuiltNorm
