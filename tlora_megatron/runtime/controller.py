@@ -50,8 +50,8 @@ def open_for_requests(
     run: TrainingRun, linears: Linears, loop: Loop
 ) -> Iterator[Callable[[], None]]:
     """Yields what the loop calls behind its rounds; every rank of the run calls it."""
-    agreement = loop.watch.agreement
-    if agreement is None:
+    watch = loop.watch
+    if watch.signals is None:
         yield lambda: None
         return
     requests, prepared = None, None
@@ -59,7 +59,7 @@ def open_for_requests(
         folder, prepared = open_folder(run.output_dir), dict[str, PreparedJob]()
         if folder is not None:
             requests = LiveRequests(folder, loop, _Record(run, prepared))
-            agreement.commands_wait = lambda: folder.has_requests
+            watch.commands_wait = lambda: folder.has_requests
     stager = Stager(
         loop.super_model.bank,
         run.spec,
@@ -67,9 +67,9 @@ def open_for_requests(
         lambda job: _check(run, linears, loop, job),
         loop.files.open_metrics,
     )
-    commands = JobCommands(loop, stager, agreement.group, events=requests)
+    commands = JobCommands(loop, stager, watch.group, events=requests)
     try:
-        yield lambda: commands.behind_round(requests, has_commands=agreement.has_commands)
+        yield lambda: commands.behind_round(requests, has_commands=watch.has_commands)
     finally:
         commands.close()
         if requests is not None:
