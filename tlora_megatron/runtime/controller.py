@@ -187,17 +187,10 @@ def _order_reader(run: TrainingRun, prepared: dict[str, PreparedJob] | None) -> 
         job = fit_job(read_job(order["document"], None), config)
         if isinstance(run.spec, ModelSpec) and run.spec.experts is not None:
             check_job_over_experts(job, config)
-        source = TokenizerFolder(run.tokenizer_dir)
+        source = TokenizerFolder(config.base_model.folder)
         data = cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
         found = prepare_for(
-            config,
-            run.spec,
-            job,
-            None,
-            base_model=run.base_model,
-            quantisation=run.quantisation,
-            resuming=True,
-            data=data,
+            config, run.spec, job, None, quantisation=run.quantisation, resuming=True, data=data
         )
         if prepared is not None:
             prepared[job.name] = replace(found, imported=None)
@@ -268,8 +261,6 @@ def train_run(
     with TrainingRun(
         config,
         spec,
-        tokenizer_dir=config.base_model.folder,
-        base_model=config.base_model.name,
         quantisation=quantisation_card(config.base_model, spec, quantisation),
         events=events,
         resolve_sharding=resolve_lora_sharding,

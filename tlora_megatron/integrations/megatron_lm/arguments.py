@@ -51,9 +51,6 @@ class LaunchSettings:
     config: RunConfig
     spec: ModelSpec
     layout: ParallelLayout
-    tokenizer_dir: Path
-    base_model: str
-    """Name or path that exported adapters give as their base."""
     config_json: Path | None
     """The Hugging Face file that the arguments agree with; None: none is known, or the weights are
     random."""
@@ -100,12 +97,12 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
     refuse_replicas(document.get("parallel"), FLAG)
     _join(document, _decided(args))
     folder = path.resolve().parent
-    base_model, tokenizer_dir = _base_model(args, document.pop("base_model"), folder)
+    base_model = _base_model(args, document.pop("base_model"), folder)
     config = read_config(document, folder, base_model=base_model)
     # Models may have more rows than their tokenizer has entries (Qwen): `tlora convert` says so.
     vocab_size = args.vocab_size or tokenizer_size
     spec = spec_from_arguments(args, vocab_size=min(args.padded_vocab_size, vocab_size))
-    config_json = tokenizer_dir / "config.json"
+    config_json = base_model.config_file
     known = None
     if is_named or not base_model.random_init:
         known = _known_spec(config_json, must=is_named)
@@ -126,8 +123,6 @@ def launch_settings(args: argparse.Namespace, *, tokenizer_size: int) -> LaunchS
             dp_size=args.data_parallel_size,
             sequence_parallel=bool(args.sequence_parallel),
         ),
-        tokenizer_dir=tokenizer_dir,
-        base_model=str(base_model.path),
         config_json=None if known is None else config_json,
         adapts_experts=adapts_experts,
     )
@@ -246,8 +241,8 @@ def _join(document: dict[str, Any], decided: Mapping[str, Mapping[str, tuple[Any
         document[section] = raw | {key: value for key, (value, _) in values.items()}
 
 
-def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseModelSpec, Path]:
-    """Returns the section with its path filled in, and the folder of the tokenizer."""
+def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> BaseModelSpec:
+    """Returns the section with its path, the folder of the tokenizer, filled in."""
     base = read_spec(BaseModelSpec, raw, "base_model")
     refuse_quantization(base, FLAG)
     if base.config is not None:
@@ -268,7 +263,7 @@ def _base_model(args: argparse.Namespace, raw: Any, folder: Path) -> tuple[BaseM
         )
     if not directory.is_dir():
         raise ConfigError(f"{name} must be an existing directory, got {directory}")
-    return replace(base, path=str(directory)), directory
+    return replace(base, path=str(directory))
 
 
 def _known_spec(config_json: Path, *, must: bool) -> ModelSpec | None:

@@ -91,8 +91,6 @@ class Session:
         self._run = TrainingRun(
             settings.config,
             settings.spec,
-            tokenizer_dir=settings.tokenizer_dir,
-            base_model=settings.base_model,
             resolve_sharding=resolve_sharding,
             signals=signals,
         )

@@ -105,14 +105,13 @@ class JobReader:
             job,
             self.spec,
             None,
-            base_model=self.base.path or str(self.base.folder),
+            base=self.base,
             quantisation=self._quantisation,
             micro_batch_tokens=self._micro_batch_tokens,
             budget=self._budget,
             saved=saved,
             data=cached.data,
             values=values,
-            allow_change=self.base.allow_change,
         )
         return ReadJob(prepared, cached.keys)
 
@@ -224,8 +223,6 @@ class JobAdmission:
         config: RunConfig,
         spec: Backbone,
         *,
-        tokenizer_dir: Path,
-        base_model: str,
         quantisation: QuantisationCard | None = None,
         resuming: bool,
     ) -> None:
@@ -234,17 +231,12 @@ class JobAdmission:
         self._config = config
         self._spec = spec
         self._prepare = partial(
-            prepare_for,
-            config,
-            spec,
-            base_model=base_model,
-            quantisation=quantisation,
-            resuming=resuming,
+            prepare_for, config, spec, quantisation=quantisation, resuming=resuming
         )
         self._stops = config.run.on_job_error == "stop"
         # The first process of each node, or one that cannot tell.
         is_reader = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._reading = self._start_reading(tokenizer_dir) if is_reader else None
+        self._reading = self._start_reading() if is_reader else None
         if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
             with suppress(TimeoutError):
                 self._take(self._reading.result(_SMALL_DATA_S))
@@ -270,10 +262,10 @@ class JobAdmission:
             own = shared if isinstance(shared, Failed) else self._prepare_all(shared)
         self._take(own)
 
-    def _start_reading(self, tokenizer_dir: Path) -> Background[_Outcomes | Failed]:
+    def _start_reading(self) -> Background[_Outcomes | Failed]:
         try:
             # Here: threads that import at once can meet half a module.
-            tokenizer = load_tokenizer(tokenizer_dir)
+            tokenizer = load_tokenizer(self._config.base_model.folder)
         except ValueError as error:
             failed = Failed(str(error))
             return Background(lambda: failed)
@@ -341,7 +333,6 @@ def prepare_for(
     job: JobSpec,
     tokenizer: Any,
     *,
-    base_model: str,
     quantisation: QuantisationCard | None,
     resuming: bool,
     data: JobData | None = None,
@@ -359,13 +350,12 @@ def prepare_for(
         replace(job, seed=job.seed + config.run.seed),
         spec,
         tokenizer,
-        base_model=base_model,
+        base=config.base_model,
         quantisation=quantisation,
         micro_batch_tokens=config.longest_sequence,
         budget=_BUDGETS[config.parallel.is_unlike],
         saved=saved if resuming else None,
         data=data,
-        allow_change=config.base_model.allow_change,
     )
     if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
         check_job_folders(Path(config.run.output_dir), job.name)

@@ -107,8 +107,7 @@ def test_settings_join_file_and_arguments(tmp_path: Path, spec: ModelSpec) -> No
     assert sharded == replace(parallel, shard_optimizer=True)
     assert settings.config.base_model.dtype == "bfloat16"
     assert settings.spec == spec
-    assert settings.tokenizer_dir == tmp_path / "base"
-    assert settings.base_model == str(tmp_path / "base")
+    assert settings.config.base_model.folder == tmp_path / "base"
 
 
 @pytest.mark.parametrize("section", [None, {}, {"path": None}])
@@ -118,7 +117,7 @@ def test_without_a_base_model_the_tokenizer_s_folder_stands_for_it(
     path, base = write_config(tmp_path, base_model=section), tmp_path / "base"
     args = arguments(spec, tlora_config=path, tokenizer_model=str(base))
     settings = launch_settings(args, tokenizer_size=100)
-    assert settings.base_model == str(base)
+    assert settings.config.base_model.name == str(base)
     assert settings.config_json == base / "config.json"
 
 
