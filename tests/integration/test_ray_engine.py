@@ -28,7 +28,8 @@ from tests.helpers.launch import wait_until
 from tests.helpers.ray_cluster import RayCluster, ray_cluster, start_ray
 from tests.helpers.real_gang import digests, drive
 from tests.helpers.session import ALL_TESTS
-from tlora_megatron.service.engines.protocol import GangEngine, say_died
+from tlora_megatron.service.engines.base import GangEngine
+from tlora_megatron.service.engines.protocol import say_died
 from tlora_megatron.service.engines.ray.engine import ADDRESS, AUTH, RayEngine, cluster_address
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import GangFolder

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.base import GangEngine, GangHandle
 from tlora_megatron.service.engines.protocol import (
     HOST_VARIABLE,
     RANK_COMMAND,
@@ -189,7 +189,7 @@ class RayGang(GangHandle):
         self.is_over, self.is_proved = True, is_proved
 
 
-class RayEngine(FolderEngine[RayGang]):
+class RayEngine(GangEngine[RayGang]):
     """`GangEngine` on Ray, which runs in a child process (`bridge`); no call of it can hang.
 
     Actors of no gang that is known are ended. All nodes must see the folder and have this package.
