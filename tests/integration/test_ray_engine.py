@@ -75,7 +75,7 @@ class TestRay(EngineCase):
         engine.start(spec(root))
         poll_until(engine, "started")
         ranks = wait_for_pids(root)
-        os.kill(engine.bridge_pid, signal.SIGKILL)
+        os.kill(engine._connection._child.pid, signal.SIGKILL)
         engine.post(command(1))
         assert poll_until(engine, "applied")[-1].body == {"seq": 1}
         assert not any(is_gone(pid) for pid in ranks)

@@ -197,7 +197,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool(stub: None) -> Iterator[PreparePool]:
     with PreparePool(PrepareRules(root="/r"), workers=1) as made:
         yield made
-    assert made.waitables() == []
+    assert made._workers == []
 
 
 def _submission(name: str, **data: str) -> Submission:

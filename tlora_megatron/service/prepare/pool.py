@@ -112,10 +112,6 @@ class PreparePool(AbstractContextManager["PreparePool"]):
         self._hand_out()
         return found
 
-    def waitables(self) -> list[int]:
-        """Descriptors for `select`: readable when `poll` has something to tell."""
-        return [worker.child.pipe.fileno() for worker in self._workers]
-
     def close(self) -> None:
         """Ends all processes; jobs under way are forgotten."""
         self._waiting.clear()

@@ -27,7 +27,7 @@ from tlora_megatron.config.parallel_rules import check_no_portions
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import portion_of, resolve_job_paths
 from tlora_megatron.config.sections import job_to_dict, read_base_model
-from tlora_megatron.files import UserFiles, write_json
+from tlora_megatron.files import OPEN_FILE, OPEN_FOLDER, UserFiles, write_json
 from tlora_megatron.model.spec import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 _BUDGET = "the service's micro_batch_tokens"
 _START_ENDINGS = (".json", ".safetensors")
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _START_DEPTH = 2
 """Folders below `jobs/NAME`: checkpoints, and its steps."""
 
@@ -214,7 +212,7 @@ def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
     for name in sorted(os.listdir(folder)):
         kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
         if stat.S_ISDIR(kind) and depth and not name.startswith("."):
-            inner = os.open(name, _FOLDER, dir_fd=folder)
+            inner = os.open(name, OPEN_FOLDER, dir_fd=folder)
             try:
                 _copy_start(inner, target / name, what, depth - 1)
             finally:
@@ -223,7 +221,7 @@ def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
             if not stat.S_ISREG(kind):
                 raise ValueError(f"{what} must hold files and no links, got {name!r}")
             with (
-                open(os.open(name, _FILE, dir_fd=folder), "rb") as source,
+                open(os.open(name, OPEN_FILE, dir_fd=folder), "rb") as source,
                 open(target / name, "xb", opener=partial(os.open, mode=0o600)) as copy,
             ):
                 shutil.copyfileobj(source, copy, 1 << 20)

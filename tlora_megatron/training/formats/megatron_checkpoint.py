@@ -110,25 +110,18 @@ def checkpoint_places(spec: ModelSpec, name: str) -> list[Place]:
 
 def write_items(spec: ModelSpec, part: Part, dtype: torch.dtype) -> list[WriteItem]:
     """Lists what is written for a part: name, place and type of tensors, and extra states."""
-    items = [
-        _tensor_item(place.key, tensor.shape, dtype, _stacks(spec, part, place))
-        for tensor in part_tensors(spec, part)
-        for place in checkpoint_places(spec, tensor.name)
-    ]
+    layers = [(part, spec.num_layers)] if isinstance(part, int) else []
+    items = []
+    for tensor in part_tensors(spec, part):
+        for place in checkpoint_places(spec, tensor.name):
+            stacks = list(layers)
+            if place.expert is not None and spec.experts is not None:
+                stacks.append((place.expert, spec.experts.num_experts))
+            items.append(_tensor_item(place.key, tensor.shape, dtype, stacks))
     return items + [
         WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
         for key in _extra_states(spec, part)
     ]
-
-
-def _stacks(spec: ModelSpec, part: Part, place: Place) -> list[tuple[int, int]]:
-    """A tensor's index in each stack that it is in, and the stack's size: layers, experts."""
-    if not isinstance(part, int):
-        return []
-    layers = [(part, spec.num_layers)]
-    if place.expert is None or spec.experts is None:
-        return layers
-    return [*layers, (place.expert, spec.experts.num_experts)]
 
 
 def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
@@ -158,7 +151,7 @@ def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
 def _tensor_item(
     key: str, shape: Sequence[int], dtype: torch.dtype, stacks: Sequence[tuple[int, int]]
 ) -> WriteItem:
-    """One chunk: the whole tensor, or a place `(index, count)` of one or more stacks."""
+    """One chunk: the whole tensor, or a place `(index, count)` in stacks of layers and experts."""
     offset = torch.Size([*(index for index, _ in stacks), *(0 for _ in shape)])
     size = torch.Size([*(1 for _ in stacks), *shape])
     whole = torch.Size([*(count for _, count in stacks), *shape])

@@ -111,10 +111,6 @@ class QuantizedSource(HFCheckpoint):
     def _scale_of(self, name: str) -> str:
         return f"{name.removesuffix(_WEIGHT)}.{self._published.scale}"
 
-    def read_codes(self, name: str, rows: slice | None = None) -> Tensor:
-        """Rows of a weight's codes, uint8."""
-        return self._slice(name)[rows or slice(None)].view(torch.uint8)
-
     def scales(self, name: str) -> Tensor:
         """All scales of a weight, fp32: `[N]`, or those of its blocks.
 
@@ -231,7 +227,7 @@ def _samples(directory: Path, spec: ModelSpec, quantisation: BaseQuantisation) -
                 continue
             name = f"{spec.module_path(layer, targets[-1])}.weight"
             if isinstance(source, QuantizedSource):
-                yield source.read_codes(name, slice(0, _ROWS))
+                yield source.read_bytes(name, slice(0, _ROWS))
                 yield source.scales(name)
             else:
                 rows = encode_rows(source.read(name, slice(0, _ROWS)))

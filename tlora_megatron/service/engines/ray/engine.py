@@ -120,10 +120,6 @@ class Connection:
             self.why = self.why or f"Ray has not answered for {silence_s:.0f} s"
         return is_silent or self._child.pipe.is_over or self._child.exit_code is not None
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
     def send(self, do: str, **more: Any) -> None:
         """Tells the bridge one thing; one that has ended hears nothing."""
         self._child.pipe.send({"do": do, **more})
@@ -257,10 +253,6 @@ class RayEngine(GangEngine[RayGang]):
         """The cluster's nodes, also those that it has lost."""
         self.look()
         return self._nodes
-
-    @property
-    def bridge_pid(self) -> int:
-        return self._connection.pid
 
     def close(self) -> None:
         """Lets go of the gangs, which go on; those that have stopped leave the cluster first."""
