@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -175,6 +175,12 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_COMMON = {
+    "checkpoint_version": 3.0,
+    "iteration": 0,
+    "content_metadata": {"singleton_local_shards": False},
+}
+"""State besides tensors and arguments: a `release` checkpoint has no optimizer."""
 _SPACE_LEFT = 1.02
 """Space needed over the tensors' size, for what DCP adds and blocks that are not full."""
 
@@ -250,7 +256,15 @@ def write_megatron_checkpoint(
         release = incoming / "release"
         release.mkdir()
         _write_tensors(spec, source, release, planned.dtype, on_bytes)
-        torch.save(_common_state(spec), release / "common.pt")
+        arguments = Namespace(
+            **megatron_arguments(spec),
+            add_position_embedding=True,
+            data_parallel_random_init=False,
+            ckpt_format="torch_dist",
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+        )
+        torch.save({"args": arguments, **_COMMON}, release / "common.pt")
         (release / "metadata.json").write_text(json.dumps(_FORMAT))
         words = [*planned.flags, *extra_flags]
         (incoming / FLAGS_NAME).write_text("".join(f"{word}\n" for word in words))
@@ -280,23 +294,6 @@ def _write_tensors(
         results.append(writer.write_data(plan, planner).wait())
         on_bytes(sum(tensor.nbytes for _, tensor in tensors))
     writer.finish(metadata, results)
-
-
-def _common_state(spec: ModelSpec) -> dict[str, Any]:
-    """The state besides tensors: a `release` checkpoint has no optimizer and is at iteration 0."""
-    return {
-        "args": Namespace(
-            **megatron_arguments(spec),
-            add_position_embedding=True,
-            data_parallel_random_init=False,
-            ckpt_format="torch_dist",
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-        ),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": {"singleton_local_shards": False},
-    }
 
 
 class _PartPlanner(DefaultSavePlanner):
