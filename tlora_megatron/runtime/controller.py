@@ -219,7 +219,6 @@ class _Record:
         self._changes = LiveChanges.read(run.output_dir)
 
     def joined(self, document: Mapping[str, Any]) -> None:
-        """Notes a job that joins now."""
         job = read_job(dict(document), None)
         others = tuple(other for other in self._config.jobs if other.name != job.name)
         self._config = replace(self._config, jobs=(*others, job))
@@ -227,7 +226,6 @@ class _Record:
         self._write(job.name, [self._prepared.pop(job.name)])
 
     def cancelled(self, name: str) -> None:
-        """Notes a job that has left for good."""
         self._changes.cancel(name)
         self._write(name, ())
 

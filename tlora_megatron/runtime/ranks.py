@@ -168,7 +168,6 @@ class _Ranks:
 
 
 def describe_death(rank: int, number: int) -> str:
-    """Says which signal has ended a rank of this host."""
     why = "; the kernel sends it when memory runs out" if number == signal.SIGKILL else ""
     name = signal.Signals(number).name
     return f"rank {rank} on host {socket.gethostname()} was ended by signal {number} ({name}{why})"

@@ -61,7 +61,6 @@ class Evaluation:
 
     @property
     def is_complete(self) -> bool:
-        """True once all rows are scored."""
         return not any(self._queues.values())
 
     def part(

@@ -121,7 +121,6 @@ class HangWatch:
         self._ticks += 1
 
     def end_round(self) -> None:
-        """Notes that a round has ended."""
         self._rounds += 1
         self.tick("what follows a round")
 
@@ -288,11 +287,9 @@ class RunWatch:
         return cls(signals, HangWatch.of_world(hang_timeout_s, signals), group)
 
     def watching(self) -> AbstractContextManager[None]:
-        """Watches for hangs inside."""
         return self._hangs.watching()
 
     def tick(self, place: str) -> None:
-        """Notes that this rank gets on, and what it does next."""
         self._hangs.tick(place)
 
     def begin_round(self, number: int) -> None:

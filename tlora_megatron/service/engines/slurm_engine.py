@@ -329,7 +329,6 @@ class SlurmEngine(GangEngine[SlurmGang]):
         self.adopt_all()
 
     def adopt(self, folder: GangFolder, *, has_stopped: bool) -> SlurmGang | None:
-        """Takes up a gang that an earlier engine has started in the allocation."""
         if has_stopped and folder.path.name not in self.allocation.steps():
             return None
         pid = folder.path / _SRUN_PID

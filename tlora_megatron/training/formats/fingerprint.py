@@ -79,7 +79,6 @@ def _token(index: int, vocab_size: int) -> int:
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
-    """Writes the file into a folder."""
     document = {"format": _FORMAT, **asdict(fingerprint)}
     (folder / FILE_NAME).write_text(json.dumps(document))
 

@@ -126,7 +126,6 @@ class QuantizedSource(HFCheckpoint):
         return wide.flatten().expand(self.shape(name)[0]).contiguous()
 
     def put_scales(self, tensor: RankTensor, scales: Tensor) -> None:
-        """Fills the scales of a rank's tensor."""
         put = self._put_blocks if self._published.strategy == "block" else self._put_channels
         put(tensor, scales)
 

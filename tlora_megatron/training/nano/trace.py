@@ -81,7 +81,6 @@ def _is_of(value: object, kind: Any) -> bool:
 
 @cache
 def _kinds() -> dict[str, Any]:
-    """Types of a line's values."""
     return get_type_hints(TraceLine)
 
 

@@ -245,7 +245,6 @@ class RayEngine(GangEngine[RayGang]):
         return RayGang(folder, folder.spec())
 
     def check_reachable(self, spec: GangSpec) -> None:
-        """Raises RuntimeError while Ray cannot be reached."""
         if not self._connection.is_ready or self._connection.is_over:
             raise RuntimeError(f"Ray must be reachable to start gang {spec.gang}, got {self._why}")
 
