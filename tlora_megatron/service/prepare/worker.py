@@ -13,11 +13,13 @@ import math
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,7 @@ _START_DEPTH = 2
 
 def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcome:
     """Reads and checks all that a job starts from; keeps its tokens."""
-    with _told() as notes:
+    with _told() as warnings:
         try:
             found = _validate(job_id, submission, rules)
         except ValueError as error:
@@ -64,7 +66,7 @@ def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcom
             return Refused(
                 job=job_id, error=f"job {submission.name!r} cannot be prepared now: {error}"
             )
-    return replace(found, notes=tuple(notes))
+    return replace(found, notes=tuple(warning.getMessage() for warning in warnings))
 
 
 def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
@@ -163,25 +165,15 @@ def _measure(read: ReadJob) -> dict[str, Any]:
     }
 
 
-class _Listener(logging.Handler):
-    """Keeps the sentences of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
-
-
 @contextmanager
-def _told() -> Iterator[list[str]]:
+def _told() -> Iterator[list[logging.LogRecord]]:
     """Yields the warnings that the package's loggers give meanwhile."""
     package = logging.getLogger(__name__.partition(".")[0])
-    listener = _Listener()
+    listener = BufferingHandler(sys.maxsize)
+    listener.setLevel(logging.WARNING)
     package.addHandler(listener)
     try:
-        yield listener.sentences
+        yield listener.buffer
     finally:
         package.removeHandler(listener)
 
