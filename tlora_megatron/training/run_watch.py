@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -32,23 +33,13 @@ T = TypeVar("T")
 
 
 class Beat(NamedTuple):
-    """A rank's last sign of life."""
+    """A rank's last sign of life, in the store as a list in JSON."""
 
     number: int
     still_s: float
     """Seconds since its main thread last got on; below 0 while it is outside of the loop."""
     host: str
     place: str
-
-    @classmethod
-    def read(cls, text: bytes) -> Beat:
-        """Reads what `line` has written."""
-        number, still_s, host, place = text.decode().split("|")
-        return cls(int(number), float(still_s), host, place)
-
-    def line(self) -> str:
-        """The beat as text for the store."""
-        return f"{self.number}|{self.still_s:.3f}|{self.host}|{self.place}"
 
 
 class HangWatch:
@@ -142,7 +133,8 @@ class HangWatch:
 
     def _watch(self) -> None:
         with suppress(RuntimeError):  # the host of the store is that of rank 0
-            self._keeper = Beat.read(self._store.get("0")).host if self._store else self._keeper
+            if self._store is not None:
+                self._keeper = Beat(*json.loads(self._store.get("0"))).host
         count, still_s, ticks, last_s = 0, 0.0, -1, time.monotonic()
         before: Sequence[Beat] | None = None
         before_s = 0.0
@@ -201,7 +193,7 @@ class HangWatch:
         if self._store is None:
             return
         try:
-            self._store.set(str(self._rank), beat.line())
+            self._store.set(str(self._rank), json.dumps(beat))
         except RuntimeError:
             # It has gone with its process; torch would log a trace at every further try.
             self._store = None
@@ -216,7 +208,7 @@ class HangWatch:
             # The question still waits and holds the connection: a beat would wait behind it.
             self._store = None
             return ()
-        return [Beat.read(text) for text in texts]
+        return [Beat(*json.loads(text)) for text in texts]
 
     def _end_process(self, sentence: str) -> NoReturn:
         # Of ranks that find the same one speaks; an agent ends the others as soon as one ends.

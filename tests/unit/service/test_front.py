@@ -208,7 +208,7 @@ def _outcomes(pool: PreparePool, count: int) -> list[Outcome]:
     found: list[Outcome] = []
     end = time.monotonic() + HANG_S
     while len(found) < count and time.monotonic() < end:
-        select.select(pool.waitables(), [], [], 1.0)
+        select.select([w.child.pipe for w in pool._workers], [], [], 1.0)
         found += pool.poll()
     return found
 
@@ -292,7 +292,7 @@ def test_a_job_that_takes_too_long_is_given_up(stub: None) -> None:
     with PreparePool(PrepareRules(root="/r"), limit_s=0.0) as pool:
         pool.submit("j1", _submission("sleep"))
         (outcome,) = pool.poll()
-        assert pool.waitables() == []
+        assert pool._workers == []
     assert "could not be checked within 0 s" in outcome.error  # type: ignore[union-attr]
 
 
