@@ -265,14 +265,14 @@ def test_priority_comes_first_and_large_files_leave_a_process_to_others(
         for job, priority in (("j1", 0), ("j2", 0), ("j3", 9)):
             pool.submit(job, _submission("good"), priority)
         assert [outcome.job for outcome in _outcomes(pool, 3)] == ["j1", "j3", "j2"]
-        assert len(pool.waitables()) == 2
+        assert len(pool._workers) == 2
 
 
 def test_a_death_between_two_jobs_harms_none(pool: PreparePool) -> None:
     pool.submit("j1", _submission("good"))
     (first,) = _outcomes(pool, 1)
     os.kill(int(first.error.split()[-1]), 9)  # type: ignore[union-attr]
-    while not select.select(pool.waitables(), [], [], HANG_S)[0]:
+    while not select.select([w.child.pipe for w in pool._workers], [], [], HANG_S)[0]:
         pass
     pool.submit("j2", _submission("good"))
     (second,) = _outcomes(pool, 1)

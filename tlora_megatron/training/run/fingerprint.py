@@ -21,11 +21,7 @@ from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.formats.fingerprint import (
-    FILE_NAME,
-    Fingerprint,
-    read_fingerprint,
-)
+from tlora_megatron.training.formats.fingerprint import FILE_NAME, Fingerprint, read_fingerprint
 from tlora_megatron.training.packing.packing import Item, Placed, RoundShape
 from tlora_megatron.training.packing.round_packer import RoundPacker
 
