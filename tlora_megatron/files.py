@@ -129,8 +129,8 @@ def shipped_folder(checkout: str, packaged: str, marker: str) -> Path:
     return folder if (folder / marker).is_file() else _PACKAGE / packaged
 
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait for ever
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO would wait for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class UserFiles:
     def open_file(self, path: str | Path, what: str) -> BinaryIO:
         """Opens a regular file for reading; a `ValueError` names the field `what`."""
         try:
-            handle = self._open(path, what, _FILE)
+            handle = self._open(path, what, OPEN_FILE)
         except OSError as error:
             raise _refusal(what, "be a file that can be read", path, error) from error
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -156,7 +156,7 @@ class UserFiles:
     def open_folder(self, path: str | Path, what: str) -> Iterator[int]:
         """Opens a folder as `open_file` does; yields a descriptor for `dir_fd`."""
         try:
-            handle = self._open(path, what, _FOLDER)
+            handle = self._open(path, what, OPEN_FOLDER)
         except OSError as error:
             raise _refusal(what, "be a folder that can be read", path, error) from error
         try:
@@ -170,11 +170,11 @@ class UserFiles:
         if self.root is None:
             return os.open(path, flags & ~os.O_NOFOLLOW)
         names = _names_below(self.root, path, what)
-        handle = os.open(self.root, _FOLDER & ~os.O_NOFOLLOW)  # the operator's own choice
+        handle = os.open(self.root, OPEN_FOLDER & ~os.O_NOFOLLOW)  # the operator's own choice
         for index, name in enumerate(names):
             is_last = index == len(names) - 1
             try:
-                inner = os.open(name, flags if is_last else _FOLDER, dir_fd=handle)
+                inner = os.open(name, flags if is_last else OPEN_FOLDER, dir_fd=handle)
             finally:
                 os.close(handle)
             handle = inner

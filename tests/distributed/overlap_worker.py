@@ -81,13 +81,7 @@ def run_rounds(path: Path, options: dict[str, str], counts: tuple[int, ...]) -> 
     with tempfile.TemporaryDirectory() as folder:
         config = read_config(path, options, Path(folder) / f"{dist.is_initialized()}")
         spec = read_model_spec(config.base_model.config_file)
-        with TrainingRun(
-            config,
-            spec,
-            tokenizer_dir=config.base_model.folder,
-            base_model="base",
-            resolve_sharding=resolve_lora_sharding,
-        ) as run:
+        with TrainingRun(config, spec, resolve_sharding=resolve_lora_sharding) as run:
             known = KnownBase(spec, None, own_replica(config))
             loop = run.start(*open_backbone(config, known, on_loaded=run.check_agreement))
             model: Any = loop.super_model

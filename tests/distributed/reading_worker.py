@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,15 +15,12 @@ from tlora_megatron.training.run.training_run import check_agreement, content_di
 
 def main(path: str, *overrides: str) -> None:
     config = load_config(path, overrides, None)
-    base = Path(str(config.base_model.path))
-    spec = read_model_spec(base / "config.json")
+    spec = read_model_spec(config.base_model.config_file)
     dist.init_process_group("gloo")
     if dist.get_rank() > 0:
         reading.load_tokenizer = _refuse
     try:
-        jobs = reading.JobAdmission(
-            config, spec, tokenizer_dir=base, base_model="base", resuming=False
-        )
+        jobs = reading.JobAdmission(config, spec, resuming=False)
         jobs.settle()
         check_agreement(config, jobs.prepared)
         names = [job.spec.name for job in jobs.prepared]

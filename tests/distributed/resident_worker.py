@@ -138,8 +138,7 @@ def reads_files(config: RunConfig) -> ReadOrder:
     def read(order: Mapping[str, Any]) -> PreparedJob:
         document = {**order["document"], "name": order["job"]}
         job = fit_job(read_job(document, Path.cwd(), path=f"job {order['job']}"), config)
-        given: dict[str, Any] = {"base_model": base.name, "quantisation": card}
-        return prepare_for(config, spec, job, tokenizer, resuming=True, **given)
+        return prepare_for(config, spec, job, tokenizer, quantisation=card, resuming=True)
 
     return read
 

@@ -137,14 +137,9 @@ def test_a_sequence_that_no_replica_holds_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = load_scenario(scenario, "parallel.replicas=1xTP1@64 + 1xTP2@40", output_dir=tmp_path)
+    spec = read_model_spec(config.base_model.config_file)
     with pytest.raises(ValueError, match=r"tokens of some replica must be at least \d+"):
-        JobAdmission(
-            config,
-            read_model_spec(scenario.parent / "base" / "config.json"),
-            tokenizer_dir=scenario.parent / "base",
-            base_model="base",
-            resuming=False,
-        ).settle()
+        JobAdmission(config, spec, resuming=False).settle()
 
 
 @pytest.mark.four_processes

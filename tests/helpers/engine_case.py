@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import wait_until
-from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.engines.base import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
 

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from tests.helpers.launch import HANG_S, REPO
-from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.engines.base import GangEngine
 from tlora_megatron.service.home import Home, Lease, make_folder, read_lease, write_lease
 from tlora_megatron.service.messages import Command, GangEvent, GangSpec, JobOrder
 

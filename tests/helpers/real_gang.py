@@ -11,7 +11,7 @@ from typing import Any
 from tests.helpers.gang_driver import GangDriver, quickstart_base
 from tests.helpers.gang_worker import LAYOUT, RUN, documents
 from tests.helpers.standing_world import forked_result
-from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.engines.base import GangEngine
 from tlora_megatron.service.messages import GangFolder
 
 

@@ -33,7 +33,8 @@ from tests.helpers.engine_case import (
 from tests.helpers.launch import wait_until
 from tests.helpers.real_gang import digests, drive
 from tests.helpers.session import ALL_TESTS
-from tlora_megatron.service.engines.protocol import GangEngine, inherited_environment, say_died
+from tlora_megatron.service.engines.base import GangEngine
+from tlora_megatron.service.engines.protocol import inherited_environment, say_died
 from tlora_megatron.service.engines.ray.engine import ADDRESS, AUTH, RayEngine, cluster_address
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import GangFolder
@@ -159,7 +160,7 @@ class TestRay(EngineCase):
         engine.start(spec(root))
         poll_until(engine, "started")
         ranks = wait_for_pids(root)
-        os.kill(engine.bridge_pid, signal.SIGKILL)
+        os.kill(engine._connection._child.pid, signal.SIGKILL)
         engine.post(command(1))
         assert poll_until(engine, "applied")[-1].body == {"seq": 1}
         assert not any(is_gone(pid) for pid in ranks)

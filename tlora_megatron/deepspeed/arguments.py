@@ -125,7 +125,6 @@ def logs_every_round(args: TrainingArguments) -> bool:
 
 @functools.cache
 def _own_defaults() -> dict[str, Any]:
-    """TrainingArguments' defaults by name."""
     found = {}
     for item in dataclasses.fields(TrainingArguments):
         factory = item.default_factory

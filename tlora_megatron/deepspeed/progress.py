@@ -56,7 +56,6 @@ class LogSums:
         self._reports: dict[str, list[StepReport]] = defaultdict(list)
 
     def add(self, reports: Sequence[StepReport]) -> None:
-        """Notes the steps of a round."""
         for report in reports:
             self._reports[report.job.name].append(report)
 

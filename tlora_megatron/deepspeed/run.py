@@ -133,8 +133,6 @@ class DeepSpeedRun:
         run = TrainingRun(
             config,
             self.base.spec,
-            tokenizer_dir=config.base_model.folder,
-            base_model=config.base_model.name,
             events=self._events,
             resolve_sharding=resolve_lora_sharding,
             resolve_timing=resolve_round_timing,

@@ -179,7 +179,6 @@ class MultiLoRATrainer(Trainer):
         return metrics
 
     def predict(self, *_: Any, **__: Any) -> PredictionOutput:
-        """Refused: adapters are used through PEFT or vLLM."""
         raise NotImplementedError(
             "predict must be called on a model with one adapter: load OUT/jobs/NAME/adapter by PEFT"
         )
@@ -206,13 +205,11 @@ class MultiLoRATrainer(Trainer):
                     logger.warning("job %s has no adapter: %s", job.name, job.reason)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: the jobs of one section are the trials."""
         raise NotImplementedError(
             "hyperparameter_search must be left out: give each trial a job of its own in tlora.jobs"
         )
 
     def push_to_hub(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused: there is an adapter for each job."""
         raise NotImplementedError(
             "push_to_hub must be called for each adapter: hf upload REPO OUT/jobs/NAME/adapter"
         )

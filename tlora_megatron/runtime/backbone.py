@@ -42,19 +42,18 @@ def wake_device() -> threading.Thread:
     What CUDA reads from the environment must be set before (`parallel.overlap`).
     Whoever uses the device later waits for this, and says what is wrong with it.
     """
-    thread = threading.Thread(target=_wake, name="wake device", daemon=True)
+
+    def wake() -> None:
+        with suppress(RuntimeError, AssertionError):
+            if torch.cuda.is_available():
+                device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+                square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
+                torch.matmul(square, square)
+                torch.cuda.synchronize(device)
+
+    thread = threading.Thread(target=wake, name="wake device", daemon=True)
     thread.start()
     return thread
-
-
-def _wake() -> None:
-    with suppress(RuntimeError, AssertionError):
-        if not torch.cuda.is_available():
-            return
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        square = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
-        torch.matmul(square, square)
-        torch.cuda.synchronize(device)
 
 
 logger = logging.getLogger(__name__)
@@ -160,13 +159,6 @@ def log_replicas(groups: ParallelGroups) -> None:
         "%d replicas of %d layouts sum adapters in cells of 1/%d of the columns, between the "
         "stages' borders", len(deployment.replicas), len(deployment.kinds), deployment.atoms,
     )  # fmt: skip
-
-
-def warn_of_sharding(config: RunConfig, groups: ParallelGroups) -> None:
-    """Logs, on the writer, that there are no replicas to divide what shall be divided."""
-    is_lone = groups.layout.dp_size * groups.layout.cp_size == 1
-    if config.parallel.shard_optimizer and is_lone and groups.is_writer:
-        logger.warning("parallel.shard_optimizer has no effect with one replica")
 
 
 def check_replicas_fit(
@@ -303,7 +295,9 @@ def open_backbone(
         layout, deployment, num_layers=spec.num_layers, with_experts=with_experts
     )
     log_replicas(groups)
-    warn_of_sharding(config, groups)
+    is_lone = layout.dp_size * layout.cp_size == 1
+    if config.parallel.shard_optimizer and is_lone and groups.is_writer:
+        logger.warning("parallel.shard_optimizer has no effect with one replica")
     dtype = DTYPES[config.base_model.dtype]
     with timeline.phase("base"):
         model = backbone.build_backbone(

@@ -50,8 +50,8 @@ def open_for_requests(
     run: TrainingRun, linears: Linears, loop: Loop
 ) -> Iterator[Callable[[], None]]:
     """Yields what the loop calls behind its rounds; every rank of the run calls it."""
-    agreement = loop.watch.agreement
-    if agreement is None:
+    watch = loop.watch
+    if watch.signals is None:
         yield lambda: None
         return
     requests, prepared = None, None
@@ -59,7 +59,7 @@ def open_for_requests(
         folder, prepared = open_folder(run.output_dir), dict[str, PreparedJob]()
         if folder is not None:
             requests = LiveRequests(folder, loop, _Record(run, prepared))
-            agreement.commands_wait = lambda: folder.has_requests
+            watch.commands_wait = lambda: folder.has_requests
     stager = Stager(
         loop.super_model.bank,
         run.spec,
@@ -67,9 +67,9 @@ def open_for_requests(
         lambda job: _check(run, linears, loop, job),
         loop.files.open_metrics,
     )
-    commands = JobCommands(loop, stager, agreement.group, events=requests)
+    commands = JobCommands(loop, stager, watch.group, events=requests)
     try:
-        yield lambda: commands.behind_round(requests, has_commands=agreement.has_commands)
+        yield lambda: commands.behind_round(requests, has_commands=watch.has_commands)
     finally:
         commands.close()
         if requests is not None:
@@ -187,17 +187,10 @@ def _order_reader(run: TrainingRun, prepared: dict[str, PreparedJob] | None) -> 
         job = fit_job(read_job(order["document"], None), config)
         if isinstance(run.spec, ModelSpec) and run.spec.experts is not None:
             check_job_over_experts(job, config)
-        source = TokenizerFolder(run.tokenizer_dir)
+        source = TokenizerFolder(config.base_model.folder)
         data = cache.load(job, source, run.spec.vocab_size, order.get("tokens")).data
         found = prepare_for(
-            config,
-            run.spec,
-            job,
-            None,
-            base_model=run.base_model,
-            quantisation=run.quantisation,
-            resuming=True,
-            data=data,
+            config, run.spec, job, None, quantisation=run.quantisation, resuming=True, data=data
         )
         if prepared is not None:
             prepared[job.name] = replace(found, imported=None)
@@ -226,7 +219,6 @@ class _Record:
         self._changes = LiveChanges.read(run.output_dir)
 
     def joined(self, document: Mapping[str, Any]) -> None:
-        """Notes a job that joins now."""
         job = read_job(dict(document), None)
         others = tuple(other for other in self._config.jobs if other.name != job.name)
         self._config = replace(self._config, jobs=(*others, job))
@@ -234,7 +226,6 @@ class _Record:
         self._write(job.name, [self._prepared.pop(job.name)])
 
     def cancelled(self, name: str) -> None:
-        """Notes a job that has left for good."""
         self._changes.cancel(name)
         self._write(name, ())
 
@@ -268,8 +259,6 @@ def train_run(
     with TrainingRun(
         config,
         spec,
-        tokenizer_dir=config.base_model.folder,
-        base_model=config.base_model.name,
         quantisation=quantisation_card(config.base_model, spec, quantisation),
         events=events,
         resolve_sharding=resolve_lora_sharding,

@@ -168,7 +168,6 @@ class _Ranks:
 
 
 def describe_death(rank: int, number: int) -> str:
-    """Says which signal has ended a rank of this host."""
     why = "; the kernel sends it when memory runs out" if number == signal.SIGKILL else ""
     name = signal.Signals(number).name
     return f"rank {rank} on host {socket.gethostname()} was ended by signal {number} ({name}{why})"
@@ -253,15 +252,12 @@ _LOST_TEXTS = ("gloo/transport/", "Gloo connectFullMesh failed")
 
 
 def join_agent() -> None:
-    """Sets a rank up under its agent (torchrun or `runtime.ranks`), before it joins others.
+    """Sets a rank up under its agent (torchrun or `runtime.ranks`), if it has one.
 
-    The kernel ends it when the agent is gone: agents end their ranks when they are asked to end,
-    but not when they are killed, and the ranks would train on and hold GPUs and output directory.
-
+    The kernel ends it with the agent: one that is killed leaves its ranks, which would train on.
     Where torchrun may restart the ranks, they get a new store: torchrun (2.11 to 2.13) gives every
-    life of them the same one, and they would read the addresses of dead processes there. The count
-    of restarts does not tell the lives apart, for torchrun does not count a restart that follows
-    one of another node. Does nothing without an agent.
+    life of them the same one, with the addresses of dead processes. Its count of restarts does not
+    tell the lives apart: it leaves out restarts that follow one of another node.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return

@@ -61,7 +61,6 @@ class Evaluation:
 
     @property
     def is_complete(self) -> bool:
-        """True once all rows are scored."""
         return not any(self._queues.values())
 
     def part(
@@ -102,7 +101,14 @@ class Evaluation:
         """
         dist.all_reduce(self._totals)
         losses, wrong = self._totals.tolist() if self._totals.numel() else ([], [])
-        return [self._result(job, losses, wrong) for job in self._jobs]
+        results: list[EvalResult | None] = []
+        for job in self._jobs:
+            count, begin = len(job.data.eval), self._begins.get(job.name, 0)
+            own = slice(begin, begin + count)
+            targets = sum(int(s.is_target.sum()) for s in job.data.eval)
+            exact = sum(w == 0 for w in wrong[own])
+            results.append(EvalResult(sum(losses[own]) / targets, exact / count) if count else None)
+        return results
 
     def _add(
         self,
@@ -127,19 +133,6 @@ class Evaluation:
         )
         totals = self._totals
         totals.index_add_(1, to_device(index, totals.device), sums[:, : len(placed)].double())
-
-    def _result(
-        self, job: JobState, losses: Sequence[float], wrong: Sequence[float]
-    ) -> EvalResult | None:
-        count = len(job.data.eval)
-        if not count:
-            return None
-        begin = self._begins[job.name]
-        targets = sum(int(s.is_target.sum()) for s in job.data.eval)
-        return EvalResult(
-            loss=sum(losses[begin : begin + count]) / targets,
-            exact_match=sum(w == 0 for w in wrong[begin : begin + count]) / count,
-        )
 
 
 class HeldJobs:

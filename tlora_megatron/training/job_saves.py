@@ -140,7 +140,6 @@ class JobSaves:
         return [job.name for _, job in due if self.saver.can_take(job)][-1:]
 
     def make_due(self, name: str) -> None:
-        """Makes a job due that is saved by time."""
         self._policies[name].saved_s = -math.inf
 
     def has_moved(self, job: JobState) -> bool:

@@ -73,7 +73,6 @@ class JobState:
 
     @property
     def name(self) -> str:
-        """The job's name."""
         return self.spec.name
 
     @property
@@ -169,7 +168,6 @@ class JobState:
         return {key: getattr(self, key) for key in self.SAVED}
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Sets the values that a checkpoint kept."""
         for key in self.SAVED:
             setattr(self, key, progress[key])
         if self.eval_before is not None:

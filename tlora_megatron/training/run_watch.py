@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -32,23 +33,13 @@ T = TypeVar("T")
 
 
 class Beat(NamedTuple):
-    """A rank's last sign of life."""
+    """A rank's last sign of life, in the store as a list in JSON."""
 
     number: int
     still_s: float
     """Seconds since its main thread last got on; below 0 while it is outside of the loop."""
     host: str
     place: str
-
-    @classmethod
-    def read(cls, text: bytes) -> Beat:
-        """Reads what `line` has written."""
-        number, still_s, host, place = text.decode().split("|")
-        return cls(int(number), float(still_s), host, place)
-
-    def line(self) -> str:
-        """The beat as text for the store."""
-        return f"{self.number}|{self.still_s:.3f}|{self.host}|{self.place}"
 
 
 class HangWatch:
@@ -121,7 +112,6 @@ class HangWatch:
         self._ticks += 1
 
     def end_round(self) -> None:
-        """Notes that a round has ended."""
         self._rounds += 1
         self.tick("what follows a round")
 
@@ -143,7 +133,8 @@ class HangWatch:
 
     def _watch(self) -> None:
         with suppress(RuntimeError):  # the host of the store is that of rank 0
-            self._keeper = Beat.read(self._store.get("0")).host if self._store else self._keeper
+            if self._store is not None:
+                self._keeper = Beat(*json.loads(self._store.get("0"))).host
         count, still_s, ticks, last_s = 0, 0.0, -1, time.monotonic()
         before: Sequence[Beat] | None = None
         before_s = 0.0
@@ -202,7 +193,7 @@ class HangWatch:
         if self._store is None:
             return
         try:
-            self._store.set(str(self._rank), beat.line())
+            self._store.set(str(self._rank), json.dumps(beat))
         except RuntimeError:
             # It has gone with its process; torch would log a trace at every further try.
             self._store = None
@@ -217,7 +208,7 @@ class HangWatch:
             # The question still waits and holds the connection: a beat would wait behind it.
             self._store = None
             return ()
-        return [Beat.read(text) for text in texts]
+        return [Beat(*json.loads(text)) for text in texts]
 
     def _end_process(self, sentence: str) -> NoReturn:
         # Of ranks that find the same one speaks; an agent ends the others as soon as one ends.
@@ -248,20 +239,26 @@ def _within(seconds: float, ask: Callable[[], T]) -> T | None:
     return answers[0] if answers else None
 
 
-class StopAgreement:
-    """Asks every rank in every round whether it was signalled.
+class RunWatch:
+    """Watches a run for hangs, and asks every rank in every round whether it was signalled.
 
     Signals reach ranks at different times, but all must stop behind the same round. Each round
     begins one asynchronous all-reduce of two ints over gloo and reads it at its end, when it is
     long done: no GPU and no rank waits for it. A world of one needs no answer.
 
-    Args:
-        signals: of this process; given on all ranks or on none.
+    Use `open`, which is collective; one that is made without it does nothing.
     """
 
-    def __init__(self, signals: StopSignals) -> None:
-        self._signals = signals
-        self.group = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    def __init__(
+        self,
+        signals: StopSignals | None = None,
+        hangs: HangWatch | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.signals = signals
+        """None = no signal stops the run, and no requests are taken; so on all ranks or on none."""
+        self._hangs = hangs or HangWatch(0.0, None, 0, 1)
+        self.group = group
         """Free for others between `end_round` and `begin_round`; None = a world of one."""
         self.commands_wait: Callable[[], bool] = lambda: False
         """Asked on every rank; some rank's yes becomes all ranks' `has_commands`."""
@@ -270,105 +267,73 @@ class StopAgreement:
         self._words = torch.zeros(2, dtype=torch.int32, device="cpu")
         self._work: dist.Work | None = None
 
-    def begin_round(self) -> None:
-        """Gives the other ranks this one's signal; collective, but does not wait."""
-        self._signals.hold()
-        if self.group is not None:
-            self._words[0], self._words[1] = self._signals.received, int(self.commands_wait())
-            self._work = dist.all_reduce(self._words, dist.ReduceOp.MAX, self.group, async_op=True)
-
-    def end_round(self) -> int:
-        """Number of the signal that some rank had got when the round began; 0 = none has.
-
-        The same on all ranks. A world of one counts signals until now.
-        """
-        if self.group is None:
-            self.has_commands = self.commands_wait()
-            return self._signals.received
-        assert self._work is not None, "begin_round comes before end_round"
-        self._work.wait()
-        self._work = None
-        number, has_commands = self._words.tolist()
-        self.has_commands = bool(has_commands)
-        return int(number)
-
-    def wait_for_all(self) -> None:
-        """Waits until every rank is here: an agent ends all ranks when the first one leaves."""
-        if self.group is not None:
-            dist.barrier(self.group)
-
-    def close(self) -> None:
-        """Gives the group up; a second call does nothing."""
-        if self.group is not None and self._work is None:
-            dist.destroy_process_group(self.group)
-            self.group = None
-
-
-class RunWatch:
-    """The agreement to stop and the watch for hangs of one run; without either it does nothing.
-
-    Use `open`, which is collective.
-    """
-
-    def __init__(
-        self,
-        signals: StopSignals | None = None,
-        agreement: StopAgreement | None = None,
-        hangs: HangWatch | None = None,
-    ) -> None:
-        self._signals = signals
-        self.agreement = agreement
-        """None = no signal stops the run, and no requests are taken."""
-        self._hangs = hangs or HangWatch(0.0, None, 0, 1)
-
     @classmethod
     def open(cls, signals: StopSignals | None, hang_timeout_s: float) -> RunWatch:
-        """Makes both; every rank of the run must call it.
+        """Makes the group and the watch for hangs; every rank of the run must call it.
 
         Args:
             signals: of this process; None = no signal stops the run.
         """
-        agreement = None if signals is None else StopAgreement(signals)
-        return cls(signals, agreement, HangWatch.of_world(hang_timeout_s, signals))
+        is_asked = signals is not None and dist.get_world_size() > 1
+        group = dist.new_group(backend="gloo") if is_asked else None
+        return cls(signals, HangWatch.of_world(hang_timeout_s, signals), group)
 
     def watching(self) -> AbstractContextManager[None]:
-        """Watches for hangs inside."""
         return self._hangs.watching()
 
     def tick(self, place: str) -> None:
-        """Notes that this rank gets on, and what it does next."""
         self._hangs.tick(place)
 
     def begin_round(self, number: int) -> None:
-        """Notes that a round begins; from the first on a signal waits for a round's end."""
+        """Notes that a round begins, and gives the other ranks this one's signal; does not wait.
+
+        From the first round on a signal waits for a round's end.
+        """
         self.tick(f"round {number}")
-        if self.agreement is not None:
-            self.agreement.begin_round()
+        if self.signals is not None:
+            self.signals.hold()
+            if self.group is not None:
+                self._words[0], self._words[1] = self.signals.received, int(self.commands_wait())
+                maximum = dist.ReduceOp.MAX
+                self._work = dist.all_reduce(self._words, maximum, self.group, async_op=True)
 
     def end_round(self) -> int:
-        """Number of the signal by which all ranks stop behind this round; 0 = they go on."""
-        number = 0 if self.agreement is None else self.agreement.end_round()
+        """Number of the signal by which all ranks stop behind this round; 0 = they go on.
+
+        The same on all ranks: one that some rank had got when the round began. A world of one
+        counts signals until now.
+        """
+        number = 0
+        if self.group is not None:
+            assert self._work is not None, "begin_round comes before end_round"
+            self._work.wait()
+            self._work = None
+            number, has_commands = map(int, self._words.tolist())
+            self.has_commands = bool(has_commands)
+        elif self.signals is not None:
+            self.has_commands, number = self.commands_wait(), self.signals.received
         self._hangs.end_round()
         return number
 
     def stop(self, number: int) -> None:
         """Notes that the run ends here by a signal; saving may then take as long as it takes."""
-        if self._signals is not None:
-            self._signals.stopped_by = number
+        if self.signals is not None:
+            self.signals.stopped_by = number
         self._hangs.close()
 
     def waits_for_room(self) -> bool:
         """Notes a wait for room on the disk; False once a signal asks the run to stop."""
         self.tick("a wait for room on the disk")
-        return self._signals is None or not self._signals.received
+        return self.signals is None or not self.signals.received
 
     def wait_for_all(self) -> None:
-        """Waits until every rank has stopped and come here."""
-        if self.agreement is not None:
-            self.agreement.wait_for_all()
+        """Waits until every rank has come here: an agent ends all ranks when the first leaves."""
+        if self.group is not None:
+            dist.barrier(self.group)
 
     def close(self) -> None:
-        """Releases both; a second call does nothing."""
-        if self.agreement is not None:
-            self.agreement.close()
+        """Gives the group up and ends the watch for hangs; a second call does nothing."""
+        if self.group is not None and self._work is None:
+            dist.destroy_process_group(self.group)
+            self.group = None
         self._hangs.close()

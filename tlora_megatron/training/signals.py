@@ -51,12 +51,10 @@ class SignalCounter:
 class StopSignals:
     """Takes `STOP_SIGNALS` for a process of a run: the first is noted, the second ends it.
 
-    From `install` on, a signal ends the process at once with exit code 128 + n. From `hold` on, the
-    first one is kept in `received` for the loop, which ends behind the round under way, and a
-    second one ends the process at once.
-
-    A thread takes the signals, so that a process ends that waits in C for others. Signals that are
-    ignored (`nohup`, a shell's background) stay so, and handlers that a script has set stay.
+    From `install` on, a signal ends the process at once with exit code 128 + n; from `hold` on, the
+    first one waits in `received` for the end of the round under way. A thread takes the signals, so
+    that a process ends that waits in C for others. Signals that are ignored (`nohup`, a shell's
+    background) stay so, and handlers that a script has set stay.
 
     Args:
         speaks: says on stderr what a signal does; on one process of the run.

@@ -11,6 +11,7 @@ import pytest
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.model.config_json import (
     DENSE_MODEL_TYPES,
     SUPPORTED_MODEL_TYPES,
@@ -227,7 +228,7 @@ def test_only_sequences_within_the_window_are_trained(tmp_path: Path, model_type
         job = JobSpec(
             name="long", data=DataSpec(train=str(data)), max_steps=1, max_seq_len=max_seq_len
         )
-        prepare_job(job, spec, tokenizer, base_model="", micro_batch_tokens=64, saved=None)
+        prepare_job(job, spec, tokenizer, base=BaseModelSpec(), micro_batch_tokens=64, saved=None)
 
     prepare(8)  # seven rows: the last of eight tokens is only predicted
     with pytest.raises(

@@ -197,7 +197,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool(stub: None) -> Iterator[PreparePool]:
     with PreparePool(PrepareRules(root="/r"), workers=1) as made:
         yield made
-    assert made.waitables() == []
+    assert made._workers == []
 
 
 def _submission(name: str, **data: str) -> Submission:
@@ -208,7 +208,7 @@ def _outcomes(pool: PreparePool, count: int) -> list[Outcome]:
     found: list[Outcome] = []
     end = time.monotonic() + HANG_S
     while len(found) < count and time.monotonic() < end:
-        select.select(pool.waitables(), [], [], 1.0)
+        select.select([w.child.pipe for w in pool._workers], [], [], 1.0)
         found += pool.poll()
     return found
 
@@ -265,14 +265,14 @@ def test_priority_comes_first_and_large_files_leave_a_process_to_others(
         for job, priority in (("j1", 0), ("j2", 0), ("j3", 9)):
             pool.submit(job, _submission("good"), priority)
         assert [outcome.job for outcome in _outcomes(pool, 3)] == ["j1", "j3", "j2"]
-        assert len(pool.waitables()) == 2
+        assert len(pool._workers) == 2
 
 
 def test_a_death_between_two_jobs_harms_none(pool: PreparePool) -> None:
     pool.submit("j1", _submission("good"))
     (first,) = _outcomes(pool, 1)
     os.kill(int(first.error.split()[-1]), 9)  # type: ignore[union-attr]
-    while not select.select(pool.waitables(), [], [], HANG_S)[0]:
+    while not select.select([w.child.pipe for w in pool._workers], [], [], HANG_S)[0]:
         pass
     pool.submit("j2", _submission("good"))
     (second,) = _outcomes(pool, 1)
@@ -292,7 +292,7 @@ def test_a_job_that_takes_too_long_is_given_up(stub: None) -> None:
     with PreparePool(PrepareRules(root="/r"), limit_s=0.0) as pool:
         pool.submit("j1", _submission("sleep"))
         (outcome,) = pool.poll()
-        assert pool.waitables() == []
+        assert pool._workers == []
     assert "could not be checked within 0 s" in outcome.error  # type: ignore[union-attr]
 
 

@@ -30,7 +30,7 @@ from tlora_megatron.service.settings import (
 )
 
 if TYPE_CHECKING:
-    from tlora_megatron.service.engines.base import FolderEngine
+    from tlora_megatron.service.engines.base import GangEngine
     from tlora_megatron.service.store import Store
 
 
@@ -279,7 +279,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _title(args: argparse.Namespace, home: Home, engine: FolderEngine[Any]) -> str:
+def _title(args: argparse.Namespace, home: Home, engine: GangEngine[Any]) -> str:
     nodes = engine.nodes()
     count = sum(node.gpus for node in nodes)
     places = "1 place" if count == 1 else f"{count} places"
@@ -308,7 +308,7 @@ def _stop_by_signal() -> Iterator[threading.Event]:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-def _make_engine(args: argparse.Namespace, home: Home) -> FolderEngine[Any]:
+def _make_engine(args: argparse.Namespace, home: Home) -> GangEngine[Any]:
     if args.engine == "local":
         from tlora_megatron.service.engines.local import LocalEngine
         from tlora_megatron.service.engines.protocol import WorkerSlots

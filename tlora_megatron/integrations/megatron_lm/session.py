@@ -91,8 +91,6 @@ class Session:
         self._run = TrainingRun(
             settings.config,
             settings.spec,
-            tokenizer_dir=settings.config.base_model.folder,
-            base_model=settings.config.base_model.name,
             resolve_sharding=resolve_sharding,
             signals=signals,
         )

@@ -13,7 +13,7 @@ from tlora_megatron.scheduler.policy import RegroupCost
 from tlora_megatron.service.control.pricing import Pricing
 from tlora_megatron.service.control.records import LiveGang, LiveJob, schedule_of
 from tlora_megatron.service.control.state import SchedulerState
-from tlora_megatron.service.engines.protocol import GangEngine
+from tlora_megatron.service.engines.base import GangEngine
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import Command, CommandKind, GangSpec
 from tlora_megatron.service.settings import Settings
@@ -28,7 +28,7 @@ class Context:
 
     home: Home
     store: Store
-    engine: GangEngine
+    engine: GangEngine[Any]
     settings: Settings
     pricing: Pricing
     state: SchedulerState

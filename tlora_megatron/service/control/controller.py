@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tlora_megatron.scheduler.fleet import InvariantError
 from tlora_megatron.scheduler.policy import RegroupCost
@@ -24,7 +24,8 @@ from tlora_megatron.service.control.pricing import Machines, Pricing, pricing_of
 from tlora_megatron.service.control.recover import Watchdog, end_missing, take_over
 from tlora_megatron.service.control.show import StatusWriter
 from tlora_megatron.service.control.state import SchedulerState
-from tlora_megatron.service.engines.protocol import GangEngine, GangInfo
+from tlora_megatron.service.engines.base import GangEngine
+from tlora_megatron.service.engines.protocol import GangInfo
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import UNSTORED_SEQ, Command
 from tlora_megatron.service.prepare.pool import PreparePool
@@ -50,7 +51,7 @@ class Controller:
         *,
         home: Home,
         store: Store,
-        engine: GangEngine,
+        engine: GangEngine[Any],
         pricing: Pricing,
         validator: PreparePool,
         settings: Settings,
@@ -61,7 +62,7 @@ class Controller:
         self.context = Context(
             home=home,
             store=store,
-            engine=cast(GangEngine, GuardedEngine(engine)),
+            engine=cast(GangEngine[Any], GuardedEngine(engine)),
             settings=settings,
             pricing=pricing,
             state=SchedulerState(Machines.of(engine.nodes()), pricing, last_gang=0),
@@ -249,7 +250,7 @@ def steady_clock(clock: Callable[[], float] = time.time) -> Callable[[], float]:
 
 def serve(
     root: str | Path | None,
-    engine: GangEngine,
+    engine: GangEngine[Any],
     *,
     settings: Settings | None = None,
     stop: threading.Event | None = None,

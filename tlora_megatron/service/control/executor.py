@@ -19,7 +19,8 @@ from tlora_megatron.service.control.records import (
     gang_spec,
     job_order,
 )
-from tlora_megatron.service.engines.protocol import GangEngine, NodeInfo
+from tlora_megatron.service.engines.base import GangEngine
+from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.home import Lease, make_folder, write_lease
 from tlora_megatron.service.store import GangState, JobState, LeaseHeld
 
@@ -210,7 +211,7 @@ class EngineLost(RuntimeError):
 class GuardedEngine:
     """An engine's calls; they raise `EngineLost` where the engine cannot be reached."""
 
-    def __init__(self, engine: GangEngine) -> None:
+    def __init__(self, engine: GangEngine[Any]) -> None:
         self._engine = engine
 
     def __getattr__(self, name: str) -> Any:

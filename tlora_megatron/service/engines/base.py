@@ -86,13 +86,15 @@ class GangHandle(ABC):
 Handle = TypeVar("Handle", bound=GangHandle)
 
 
-class FolderEngine(ABC, Generic[Handle]):
-    """`GangEngine` over the gangs' folders, which outlive whoever writes and reads them.
+class GangEngine(ABC, Generic[Handle]):
+    """Starts, addresses, watches and ends gangs. No call but `kill` waits for a gang.
 
-    `adopt_all` takes up gangs of an earlier engine, and ends those that are not whole.
+    It works by the gangs' folders, which outlive whoever writes and reads them. `adopt_all` takes
+    up gangs of an earlier engine, and ends those that are not whole.
     """
 
     shares_gpus = False
+    """True if a gang may start on GPUs that another one still has."""
     kill_s = 2.0
     """For which `kill` waits: a process within a driver's call is not gone at once."""
 
@@ -123,7 +125,9 @@ class FolderEngine(ABC, Generic[Handle]):
             gang.look()
 
     def start(self, spec: GangSpec) -> None:
-        """Begins to start a gang; a second call with the same epoch does nothing.
+        """Begins to start a gang; `started` or `died` follows as an event.
+
+        A second call with the same epoch does nothing.
 
         Raises:
             ValueError: if its places are not there.
@@ -153,9 +157,10 @@ class FolderEngine(ABC, Generic[Handle]):
             gang.post(command)
 
     def poll(self, since: Cursor) -> Sequence[GangEvent]:
-        """Events after the cursor; deaths are seen and acted on here, so call it often.
+        """Events after the cursor, in order within each gang; `died` is one of them.
 
-        Gangs that were over before this engine was made are read only if the cursor names them.
+        Deaths are seen and acted on here, so call it often. An ended gang's events are returned
+        once, later only if the cursor names it.
         """
         self.look()
         events = self._past.events(since, self._gangs)
@@ -182,7 +187,7 @@ class FolderEngine(ABC, Generic[Handle]):
         return known.is_over and known.is_proved
 
     def gangs(self) -> Sequence[GangInfo]:
-        """Gangs with processes, started here or taken up."""
+        """Gangs with processes, whoever started them: a new controller takes them up again."""
         self.look()
         return tuple(
             GangInfo(gang=name, epoch=epoch, alive=not gang.is_ending)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.base import GangEngine, GangHandle
 from tlora_megatron.service.engines.protocol import (
     RANK_COMMAND,
     Cursor,
@@ -254,7 +254,7 @@ class LocalGang(GangHandle):
             self.release()
 
 
-class LocalEngine(FolderEngine[LocalGang]):
+class LocalEngine(GangEngine[LocalGang]):
     """`GangEngine` on this host, without a thread: what is due is done within `poll`.
 
     Args:
@@ -314,7 +314,7 @@ class LocalEngine(FolderEngine[LocalGang]):
         return gang
 
     def poll(self, since: Cursor) -> Sequence[GangEvent]:
-        """Events after the cursor, as in `FolderEngine`; starts workers that are missing."""
+        """Events after the cursor; starts workers that are missing."""
         events = super().poll(since)
         self._replenish()
         return events

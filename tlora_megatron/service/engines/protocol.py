@@ -1,4 +1,4 @@
-"""What all engines share: their six calls, how a rank is started, and how a gang has ended."""
+"""What all engines share: how a rank is started, and how a gang has ended."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tlora_megatron.runtime.ranks import describe_death, threads_per_rank
-from tlora_megatron.service.messages import Command, GangEvent, GangFolder, GangSpec
+from tlora_megatron.service.messages import GangEvent, GangFolder
 from tlora_megatron.service.supervisor import last_words
 
 Cursor = Mapping[tuple[str, int], int]
@@ -39,35 +39,6 @@ class NodeInfo:
     gpus: int
     """GPUs, or worker slots on a machine without any."""
     healthy: bool = True
-
-
-class GangEngine(Protocol):
-    """Starts, addresses, watches and ends gangs. No call waits for a gang to do something."""
-
-    @property
-    def shares_gpus(self) -> bool:
-        """True if a gang may start on GPUs that another one still has."""
-
-    def start(self, spec: GangSpec) -> None:
-        """Begins to start a gang and returns; `started` or `died` follows as an event."""
-
-    def post(self, command: Command) -> None:
-        """Hands a command over; the same one twice has the effect of one."""
-
-    def poll(self, since: Cursor) -> Sequence[GangEvent]:
-        """Events after the cursor, in order within each gang; `died` is one of them.
-
-        An ended gang's events are returned once, later only if the cursor names it.
-        """
-
-    def kill(self, gang: str, epoch: int) -> bool:
-        """Ends all processes by SIGKILL; returns True with proof that they are gone."""
-
-    def gangs(self) -> Sequence[GangInfo]:
-        """The gangs that run now, whoever started them: a new controller takes them up again."""
-
-    def nodes(self) -> Sequence[NodeInfo]:
-        """The machines, in the order of their numbers."""
 
 
 RANK_COMMAND = (sys.executable, "-m", "tlora_megatron.service.worker.rank")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.append_log import LineReader
-from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.base import GangEngine, GangHandle
 from tlora_megatron.service.engines.protocol import (
     HOST_VARIABLE,
     RANK_COMMAND,
@@ -304,7 +304,7 @@ def _numbers(text: str) -> list[int]:
     return [n for begin, _, end in ends for n in range(int(begin), int(end or begin) + 1)]
 
 
-class SlurmEngine(FolderEngine[SlurmGang]):
+class SlurmEngine(GangEngine[SlurmGang]):
     """`GangEngine` inside one allocation; every gang is a step that outlives who has started it.
 
     Which GPU a rank takes is the service's choice, not SLURM's. All nodes must see the folder.
@@ -329,7 +329,6 @@ class SlurmEngine(FolderEngine[SlurmGang]):
         self.adopt_all()
 
     def adopt(self, folder: GangFolder, *, has_stopped: bool) -> SlurmGang | None:
-        """Takes up a gang that an earlier engine has started in the allocation."""
         if has_stopped and folder.path.name not in self.allocation.steps():
             return None
         pid = folder.path / _SRUN_PID

@@ -105,16 +105,12 @@ class PreparePool(AbstractContextManager["PreparePool"]):
                         insort(self._waiting, request, key=lambda one: one.order)
                     else:
                         found.append(_died(request, code))
-            elif request is not None and worker.busy_s > self._limit_s:
+            elif request is not None and time.monotonic() > worker.since_s + self._limit_s:
                 self._end(worker)
                 sentence = f"job {request.submission.name!r} could not be checked within "
                 found.append(Refused(job=request.job, error=f"{sentence}{self._limit_s:.0f} s"))
         self._hand_out()
         return found
-
-    def waitables(self) -> list[int]:
-        """Descriptors for `select`: readable when `poll` has something to tell."""
-        return [worker.child.pipe.fileno() for worker in self._workers]
 
     def close(self) -> None:
         """Ends all processes; jobs under way are forgotten."""
@@ -155,17 +151,13 @@ class _Worker:
         # Reading needs no GPU; a context on one would take its memory from gangs.
         own = {"PYTHONPATH": package_path(), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         self.child = Child(COMMAND, environment=os.environ | own, wire="lines")
-        self._since_s = 0.0
+        self.since_s = 0.0
         self.request: _Request | None = None
 
     @property
     def is_over(self) -> bool:
         """True once it has closed its answers: it is dead, or as good as."""
         return self.child.pipe.is_over
-
-    @property
-    def busy_s(self) -> float:
-        return time.monotonic() - self._since_s
 
     def take(self, request: _Request, rules: PrepareRules) -> bool:
         """Gives it a job; False if it cannot be reached."""
@@ -176,7 +168,7 @@ class _Worker:
         }
         if not self.child.pipe.send(body):
             return False
-        self.request, self._since_s = request, time.monotonic()
+        self.request, self.since_s = request, time.monotonic()
         return True
 
     def answer(self) -> Outcome | None:

@@ -13,11 +13,13 @@ import math
 import os
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ from tlora_megatron.config.parallel_rules import check_no_portions
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.rules import portion_of, resolve_job_paths
 from tlora_megatron.config.sections import job_to_dict, read_base_model
-from tlora_megatron.files import UserFiles, write_json
+from tlora_megatron.files import OPEN_FILE, OPEN_FOLDER, UserFiles, write_json
 from tlora_megatron.model.spec import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
@@ -49,15 +51,13 @@ logger = logging.getLogger(__name__)
 
 _BUDGET = "the service's micro_batch_tokens"
 _START_ENDINGS = (".json", ".safetensors")
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _START_DEPTH = 2
 """Folders below `jobs/NAME`: checkpoints, and its steps."""
 
 
 def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcome:
     """Reads and checks all that a job starts from; keeps its tokens."""
-    with _told() as notes:
+    with _told() as warnings:
         try:
             found = _validate(job_id, submission, rules)
         except ValueError as error:
@@ -66,7 +66,7 @@ def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcom
             return Refused(
                 job=job_id, error=f"job {submission.name!r} cannot be prepared now: {error}"
             )
-    return replace(found, notes=tuple(notes))
+    return replace(found, notes=tuple(warning.getMessage() for warning in warnings))
 
 
 def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
@@ -165,25 +165,15 @@ def _measure(read: ReadJob) -> dict[str, Any]:
     }
 
 
-class _Listener(logging.Handler):
-    """Keeps the sentences of warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
-
-
 @contextmanager
-def _told() -> Iterator[list[str]]:
+def _told() -> Iterator[list[logging.LogRecord]]:
     """Yields the warnings that the package's loggers give meanwhile."""
     package = logging.getLogger(__name__.partition(".")[0])
-    listener = _Listener()
+    listener = BufferingHandler(sys.maxsize)
+    listener.setLevel(logging.WARNING)
     package.addHandler(listener)
     try:
-        yield listener.sentences
+        yield listener.buffer
     finally:
         package.removeHandler(listener)
 
@@ -214,7 +204,7 @@ def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
     for name in sorted(os.listdir(folder)):
         kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
         if stat.S_ISDIR(kind) and depth and not name.startswith("."):
-            inner = os.open(name, _FOLDER, dir_fd=folder)
+            inner = os.open(name, OPEN_FOLDER, dir_fd=folder)
             try:
                 _copy_start(inner, target / name, what, depth - 1)
             finally:
@@ -223,7 +213,7 @@ def _copy_start(folder: int, target: Path, what: str, depth: int) -> None:
             if not stat.S_ISREG(kind):
                 raise ValueError(f"{what} must hold files and no links, got {name!r}")
             with (
-                open(os.open(name, _FILE, dir_fd=folder), "rb") as source,
+                open(os.open(name, OPEN_FILE, dir_fd=folder), "rb") as source,
                 open(target / name, "xb", opener=partial(os.open, mode=0o600)) as copy,
             ):
                 shutil.copyfileobj(source, copy, 1 << 20)

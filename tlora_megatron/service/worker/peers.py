@@ -31,51 +31,37 @@ _MEETING_LOOK_S = 0.01
 _FILE = "meet.json"
 
 
-def meet(spec: GangSpec, rank: int, folder: GangFolder, host: str | None = None) -> Store:
+def meet(spec: GangSpec, rank: int, folder: GangFolder, host: str) -> Store:
     """Returns the store of a gang, on a port that the kernel chooses; collective over its ranks.
 
     Args:
-        host: rank 0's address for the others; None = loopback where all are on one node, else that
-        of this host's name.
+        host: rank 0's address for the others.
 
     Raises:
         TimeoutError: if rank 0 does not come.
     """
-    from torch.distributed import PrefixStore
+    from torch.distributed import PrefixStore, TCPStore
 
-    store = _open(spec, folder, host) if rank == 0 else _find(folder)
+    timeout, end_s = timedelta(seconds=_MEET_S), time.monotonic() + _MEET_S
+    if rank == 0:
+        listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+            timeout=timeout,
+        )
+        folder.write(_FILE, f'{{"host": "{host}", "port": {port}}}')
+    else:
+        while (place := folder.read_json(_FILE)) is None:
+            if time.monotonic() > end_s:
+                raise TimeoutError(f"rank 0 must open its store within {_MEET_S:g} s, got none")
+            time.sleep(_MEETING_LOOK_S)
+        store = TCPStore(place["host"], place["port"], is_master=False, timeout=timeout)
     return PrefixStore(f"{spec.gang}-{spec.epoch}", store)
-
-
-def _open(spec: GangSpec, folder: GangFolder, host: str | None) -> Store:
-    from torch.distributed import TCPStore
-
-    host = host or own_address(spec)
-    listener = socket.create_server((host, 0), backlog=1024)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        timeout=timedelta(seconds=_MEET_S),
-    )
-    folder.write(_FILE, f'{{"host": "{host}", "port": {port}}}')
-    return store
-
-
-def _find(folder: GangFolder) -> Store:
-    from torch.distributed import TCPStore
-
-    end_s = time.monotonic() + _MEET_S
-    while (place := folder.read_json(_FILE)) is None:
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"rank 0 must open its store within {_MEET_S:g} s, got none")
-        time.sleep(_MEETING_LOOK_S)
-    return TCPStore(
-        place["host"], place["port"], is_master=False, timeout=timedelta(seconds=_MEET_S)
-    )
 
 
 def leave_together(store: Store, rank: int) -> None:
@@ -88,7 +74,7 @@ def leave_together(store: Store, rank: int) -> None:
 
 
 def own_address(spec: GangSpec) -> str:
-    """This host's address for the other ranks of a gang."""
+    """This host's address for the other ranks: loopback where all are on one node."""
     if len({node for node, _ in spec.gpus}) <= 1:
         return "127.0.0.1"
     return socket.gethostbyname(socket.gethostname())

@@ -59,7 +59,10 @@ def serve_orders(*, forks: bool) -> None:
             poll.register(descriptor, select.POLLIN)
         for descriptor in sorted((ready for ready, _ in poll.poll()), reverse=True):
             if descriptor != pipe.fileno():  # children come before stdin
-                _note_end(*children.pop(descriptor))
+                child, folder, rank = children.pop(descriptor)
+                _, status = os.waitpid(child, 0)
+                with suppress(OSError):  # where its engine, which is not its parent, finds it
+                    folder.write(f"exit_{rank}", str(os.waitstatus_to_exitcode(status)))
                 os.close(descriptor)
                 continue
             for order in pipe.receive():
@@ -96,13 +99,6 @@ def _become(folder: GangFolder, rank: int, environment: dict[str, str], pipe: Li
     except BaseException:
         traceback.print_exc()
     rank_process.end(code)
-
-
-def _note_end(child: int, folder: GangFolder, rank: int) -> None:
-    """Leaves a rank's exit code where its engine, which is not its parent, finds it."""
-    _, status = os.waitpid(child, 0)
-    with suppress(OSError):
-        folder.write(f"exit_{rank}", str(os.waitstatus_to_exitcode(status)))
 
 
 if __name__ == "__main__":

@@ -104,11 +104,11 @@ class RankProcess:
         imported_s = time.monotonic()
         if self._rank == 0:
             self.events = EventWriter(self._spec, self._folder.events())
-        store = meet(self._spec, self._rank, self._folder, host)
+        at = host or own_address(self._spec)
+        store = meet(self._spec, self._rank, self._folder, at)
         met_s = time.monotonic()
         place = Rendezvous(store, self._rank, self._spec.world_size)
         config = gang_config(self._spec)
-        at = host or own_address(self._spec)
         with (
             peer_watchdog(store, self._rank, self._spec.world_size, at, self._miss),
             open_resident(

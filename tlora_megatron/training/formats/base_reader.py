@@ -118,19 +118,16 @@ class _Lane:
                 rows = self._rows(run)
                 found = all_numbers(rows) if rows.dtype == torch.uint8 else all_finite(rows)
                 finite[run.source] = finite.get(run.source, found) & found
-                self._put(run, rows)
+                if run.scales is None:
+                    run.to.copy_(rows if run.cols is None else rows[..., run.cols])
+                    continue
+                # The first launch of a kernel compiles it: once is enough.
+                with _QUANTISING if self._stream is not None else nullcontext():
+                    squares = CodePlaces(run.to, run.scales).put(rows, run.cols)
+                self.rounding.add(run.name, squares)
             if self._stream is not None:
                 self._stream.synchronize()
             return [name for name, value in finite.items() if not value]
-
-    def _put(self, run: _Run, rows: Tensor) -> None:
-        if run.scales is not None:
-            # The first launch of a kernel compiles it: once is enough.
-            with _QUANTISING if self._stream is not None else nullcontext():
-                squares = CodePlaces(run.to, run.scales).put(rows, run.cols)
-            self.rounding.add(run.name, squares)
-        else:
-            run.to.copy_(rows if run.cols is None else rows[..., run.cols])
 
     def _rows(self, run: _Run) -> Tensor:
         """A run's rows in their stored dtype, on the parameter's device."""

@@ -67,7 +67,6 @@ def checkpoint_state(job: JobState, quantisation: QuantisationCard | None = None
 
 
 def step_folder(directory: Path, step: int) -> Path:
-    """The folder of a checkpoint in the directory of all of them."""
     return directory / f"step_{step:08d}"
 
 
@@ -127,7 +126,6 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
         return int(self.state["progress"]["step"])
 
     def check_fits(

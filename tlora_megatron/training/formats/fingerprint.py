@@ -79,7 +79,6 @@ def _token(index: int, vocab_size: int) -> int:
 
 
 def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
-    """Writes the file into a folder."""
     document = {"format": _FORMAT, **asdict(fingerprint)}
     (folder / FILE_NAME).write_text(json.dumps(document))
 
@@ -122,6 +121,8 @@ _VOCABULARY_ROWS = 16384
 """Rows of the output layer in memory."""
 
 Round = Callable[[Tensor], Tensor]
+_Weights = Callable[..., Tensor]
+"""From Hugging Face's name of a tensor, and maybe rows of it, to fp32 values on the device."""
 
 
 class _Pass(NamedTuple):
@@ -148,7 +149,11 @@ def make_fingerprint(
         ValueError: if the base gives a token no probability that is a number.
     """
     tokens = fingerprint_tokens(spec.vocab_size, spec.max_positions, spec.sliding_window)
-    exact, rounded = _log_probs(spec, _Weights(source, dtype, device), tokens, on_layer)
+
+    def weights(name: str, rows: slice | list[slice] | None = None) -> Tensor:
+        return source.read(name, rows).to(device).to(dtype).float()
+
+    exact, rounded = _log_probs(spec, weights, tokens, on_layer)
     if not exact.isfinite().all():
         raise ValueError("the base must give finite log-probabilities, got nan or inf in float32")
     fingerprint = Fingerprint(
@@ -161,44 +166,30 @@ def make_fingerprint(
     return replace(fingerprint, bf16_error=float(difference) / fingerprint.spread)
 
 
-class _Weights:
-    """Weights under Hugging Face's names as fp32 tensors on a device."""
-
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device) -> None:
-        self._source, self._dtype, self.device = source, dtype, device
-
-    def rows(self, name: str, rows: slice | list[slice] | None = None) -> Tensor:
-        """A tensor, or some of its rows."""
-        return self._source.read(name, rows).to(self.device).to(self._dtype).float()
-
-    def layer(self, spec: ModelSpec, index: int) -> dict[str, Tensor]:
-        """All tensors of a layer by their names in it."""
-        return {name: self.rows(f"model.layers.{index}.{name}") for name in layer_shapes(spec)}
-
-
 @torch.no_grad()
 def _log_probs(
     spec: ModelSpec, weights: _Weights, tokens: Sequence[int], on_layer: Callable[[int], None]
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of all tokens but the first, fp64: exact, and the first in bfloat16."""
-    embedded_TH = weights.rows("model.embed_tokens.weight", [slice(t, t + 1) for t in tokens[:-1]])
+    embedded_TH = weights("model.embed_tokens.weight", [slice(t, t + 1) for t in tokens[:-1]])
     passes = [_Pass(_keep, embedded_TH), _Pass(_to_bf16, _to_bf16(embedded_TH[:_ROUNDED_TOKENS]))]
-    positions_T = torch.arange(len(tokens) - 1, device=weights.device)
-    half = positions_T[:, None].float() * inverse_frequencies(spec).to(weights.device)
+    device = embedded_TH.device
+    positions_T = torch.arange(len(tokens) - 1, device=device)
+    half = positions_T[:, None].float() * inverse_frequencies(spec).to(device)
     angles_TD = torch.cat([half, half], dim=-1)
     for index in range(spec.num_layers):
-        layer = weights.layer(spec, index)
+        layer = {name: weights(f"model.layers.{index}.{name}") for name in layer_shapes(spec)}
         window = None if spec.gpt_oss is None else spec.gpt_oss.windows[index]
         passes = [
             p._replace(hidden_TH=_run_layer(spec, layer, p, angles_TD, window)) for p in passes
         ]
         on_layer(index)
-    norm_H = weights.rows("model.norm.weight")
+    norm_H = weights("model.norm.weight")
     passes = [
         p._replace(hidden_TH=p.round(rms_norm_reference(p.hidden_TH, norm_H, spec.norm_eps)))
         for p in passes
     ]
-    exact, rounded = _score(spec, weights, passes, torch.tensor(tokens[1:], device=weights.device))
+    exact, rounded = _score(spec, weights, passes, torch.tensor(tokens[1:], device=device))
     return exact, rounded
 
 
@@ -306,7 +297,7 @@ def _score(
     chosen = [p.hidden_TH.new_zeros(len(p.hidden_TH)) for p in passes]
     for begin in range(0, spec.vocab_size, _VOCABULARY_ROWS):
         end = min(begin + _VOCABULARY_ROWS, spec.vocab_size)
-        rows_VH = weights.rows(head, slice(begin, end))
+        rows_VH = weights(head, slice(begin, end))
         for (run, hidden_TH), parts, picked in zip(passes, normalizers, chosen, strict=True):
             logits_TV = run(hidden_TH @ run(rows_VH).T)
             parts.append(logits_TV.logsumexp(-1))

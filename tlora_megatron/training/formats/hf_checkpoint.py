@@ -47,7 +47,7 @@ class WeightSource(Protocol):
     """A source of whole tensors under Hugging Face's names."""
 
     def keys(self) -> Sequence[str]:
-        """Names of all tensors."""
+        """Names of all tensors, sorted."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Whole shape of a tensor."""
@@ -71,11 +71,9 @@ class HFCheckpoint:
         self._file_of = {key: path for path, file in self._files.items() for key in file.keys()}  # noqa: SIM118
 
     def keys(self) -> list[str]:
-        """Names of all tensors, sorted."""
         return sorted(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
@@ -186,11 +184,9 @@ class RandomWeights:
         self._seed, self._device, self._dtype = seed, device, dtype
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
         return sorted(self._shapes)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         return self._shapes[name]
 
     def read(self, name: str, rows: Rows = None, cols: slice | None = None) -> Tensor:
@@ -239,11 +235,9 @@ class GptOssExperts:
         self._last: tuple[tuple[str, int], Tensor] | None = None
 
     def keys(self) -> list[str]:
-        """Names of all stored tensors."""
         return self._checkpoint.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a tensor."""
         place = _place(name)
         if place is None:
             return self._checkpoint.shape(name)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,25 +110,18 @@ def checkpoint_places(spec: ModelSpec, name: str) -> list[Place]:
 
 def write_items(spec: ModelSpec, part: Part, dtype: torch.dtype) -> list[WriteItem]:
     """Lists what is written for a part: name, place and type of tensors, and extra states."""
-    items = [
-        _tensor_item(place.key, tensor.shape, dtype, _stacks(spec, part, place))
-        for tensor in part_tensors(spec, part)
-        for place in checkpoint_places(spec, tensor.name)
-    ]
+    layers = [(part, spec.num_layers)] if isinstance(part, int) else []
+    items = []
+    for tensor in part_tensors(spec, part):
+        for place in checkpoint_places(spec, tensor.name):
+            stacks = list(layers)
+            if place.expert is not None and spec.experts is not None:
+                stacks.append((place.expert, spec.experts.num_experts))
+            items.append(_tensor_item(place.key, tensor.shape, dtype, stacks))
     return items + [
         WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO)
         for key in _extra_states(spec, part)
     ]
-
-
-def _stacks(spec: ModelSpec, part: Part, place: Place) -> list[tuple[int, int]]:
-    """A tensor's index in each stack that it is in, and the stack's size: layers, experts."""
-    if not isinstance(part, int):
-        return []
-    layers = [(part, spec.num_layers)]
-    if place.expert is None or spec.experts is None:
-        return layers
-    return [*layers, (place.expert, spec.experts.num_experts)]
 
 
 def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
@@ -158,7 +151,7 @@ def _extra_states(spec: ModelSpec, part: Part) -> list[str]:
 def _tensor_item(
     key: str, shape: Sequence[int], dtype: torch.dtype, stacks: Sequence[tuple[int, int]]
 ) -> WriteItem:
-    """One chunk: the whole tensor, or a place `(index, count)` of one or more stacks."""
+    """One chunk: the whole tensor, or a place `(index, count)` in stacks of layers and experts."""
     offset = torch.Size([*(index for index, _ in stacks), *(0 for _ in shape)])
     size = torch.Size([*(1 for _ in stacks), *shape])
     whole = torch.Size([*(count for _, count in stacks), *shape])
@@ -182,6 +175,12 @@ _FORMAT = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+_COMMON = {
+    "checkpoint_version": 3.0,
+    "iteration": 0,
+    "content_metadata": {"singleton_local_shards": False},
+}
+"""State besides tensors and arguments: a `release` checkpoint has no optimizer."""
 _SPACE_LEFT = 1.02
 """Space needed over the tensors' size, for what DCP adds and blocks that are not full."""
 
@@ -257,7 +256,15 @@ def write_megatron_checkpoint(
         release = incoming / "release"
         release.mkdir()
         _write_tensors(spec, source, release, planned.dtype, on_bytes)
-        torch.save(_common_state(spec), release / "common.pt")
+        arguments = Namespace(
+            **megatron_arguments(spec),
+            add_position_embedding=True,
+            data_parallel_random_init=False,
+            ckpt_format="torch_dist",
+            tensor_model_parallel_size=1,
+            pipeline_model_parallel_size=1,
+        )
+        torch.save({"args": arguments, **_COMMON}, release / "common.pt")
         (release / "metadata.json").write_text(json.dumps(_FORMAT))
         words = [*planned.flags, *extra_flags]
         (incoming / FLAGS_NAME).write_text("".join(f"{word}\n" for word in words))
@@ -287,23 +294,6 @@ def _write_tensors(
         results.append(writer.write_data(plan, planner).wait())
         on_bytes(sum(tensor.nbytes for _, tensor in tensors))
     writer.finish(metadata, results)
-
-
-def _common_state(spec: ModelSpec) -> dict[str, Any]:
-    """The state besides tensors: a `release` checkpoint has no optimizer and is at iteration 0."""
-    return {
-        "args": Namespace(
-            **megatron_arguments(spec),
-            add_position_embedding=True,
-            data_parallel_random_init=False,
-            ckpt_format="torch_dist",
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-        ),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-        "content_metadata": {"singleton_local_shards": False},
-    }
 
 
 class _PartPlanner(DefaultSavePlanner):

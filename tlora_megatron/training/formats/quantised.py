@@ -111,10 +111,6 @@ class QuantizedSource(HFCheckpoint):
     def _scale_of(self, name: str) -> str:
         return f"{name.removesuffix(_WEIGHT)}.{self._published.scale}"
 
-    def read_codes(self, name: str, rows: slice | None = None) -> Tensor:
-        """Rows of a weight's codes, uint8."""
-        return self._slice(name)[rows or slice(None)].view(torch.uint8)
-
     def scales(self, name: str) -> Tensor:
         """All scales of a weight, fp32: `[N]`, or those of its blocks.
 
@@ -130,7 +126,6 @@ class QuantizedSource(HFCheckpoint):
         return wide.flatten().expand(self.shape(name)[0]).contiguous()
 
     def put_scales(self, tensor: RankTensor, scales: Tensor) -> None:
-        """Fills the scales of a rank's tensor."""
         put = self._put_blocks if self._published.strategy == "block" else self._put_channels
         put(tensor, scales)
 
@@ -231,7 +226,7 @@ def _samples(directory: Path, spec: ModelSpec, quantisation: BaseQuantisation) -
                 continue
             name = f"{spec.module_path(layer, targets[-1])}.weight"
             if isinstance(source, QuantizedSource):
-                yield source.read_codes(name, slice(0, _ROWS))
+                yield source.read_bytes(name, slice(0, _ROWS))
                 yield source.scales(name)
             else:
                 rows = encode_rows(source.read(name, slice(0, _ROWS)))

@@ -106,11 +106,6 @@ class HysteresisController:
         return self.count
 
     @property
-    def is_settled(self) -> bool:
-        """True once the present mix has been explored."""
-        return self._mix in self._chosen and self.phase != "explore"
-
-    @property
     def times(self) -> dict[int, float]:
         """Seconds a token of the counts in the latest trial."""
         return {

@@ -127,9 +127,10 @@ class _Measured(NamedTuple):
     """A step whose agreed time is not known yet."""
 
     agreement: Agreement
-    own: StepTime
     line: TraceLine
     """Line of the trace, without what follows from the agreed time."""
+    most: int
+    """As in `StepTime`."""
 
 
 class NanoRounds:
@@ -187,8 +188,6 @@ class NanoRounds:
         if not has_waited:
             return
         count, done = self.controller.count, self._pending
-        mix, most = mix_key(jobs), self._most
-        own = StepTime(time_s=self._time_s, tokens=self._tokens, mix_key=mix, most=most)
         line = TraceLine(
             step=0,
             nano_batches=count,
@@ -197,11 +196,11 @@ class NanoRounds:
             phase=self.controller.phase,
             kept=0,
             jobs=len(jobs),
-            mix=mix,
+            mix=mix_key(jobs),
             job_steps=self._job_steps,
         )
         agreement = Agreement(self._time_s, self._switch.room(), self._device)
-        self._pending = _Measured(agreement, own, line)
+        self._pending = _Measured(agreement, line, self._most)
         self._time_s, self._tokens, self._most = 0.0, 0, 1
         if done is not None:
             self._take(done)
@@ -221,15 +220,17 @@ class NanoRounds:
 
     def _take(self, done: _Measured) -> None:
         """Tells the controller a step's time, unless its count has changed meanwhile."""
-        time_s, room = done.agreement.read()
-        self._limit_count(room, done.own.most)
-        if done.line.nano_batches == self.controller.count:
-            self.controller.next_count(replace(done.own, time_s=time_s))
+        (agreement, line, most), controller = done, self.controller
+        time_s, room = agreement.read()
+        self._limit_count(room, most)
+        if line.nano_batches == controller.count:
+            step = StepTime(time_s=time_s, tokens=line.tokens, mix_key=line.mix, most=most)
+            controller.next_count(step)
         self.steps += 1
         if self._trace is not None:
-            kept, chosen = self.controller.kept, self.controller.chosen(done.line.mix)
-            line = replace(done.line, step=self.steps, time_s=time_s, kept=kept, chosen=chosen)
-            self._trace.append(line)
+            kept, chosen = controller.kept, controller.chosen(line.mix)
+            found = replace(line, step=self.steps, time_s=time_s, kept=kept, chosen=chosen)
+            self._trace.append(found)
 
     def _limit_count(self, room: LaneRoom, most_documents: int) -> None:
         """Keeps the controller from trying new numbers that may not fit into memory."""

@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -57,7 +56,7 @@ class TraceLine:
             raise ValueError(f"a line must be a JSON object, got {text[:80]!r}")
         values = {}
         for field in fields(cls):
-            value, kind = record.get(field.name, field.default), _kinds()[field.name]
+            value, kind = record.get(field.name, field.default), _KINDS[field.name]
             if not _is_of(value, kind):
                 got = "none" if value is MISSING else repr(value)
                 name = getattr(kind, "__name__", kind)
@@ -79,10 +78,7 @@ def _is_of(value: object, kind: Any) -> bool:
     return isinstance(value, plain) and not isinstance(value, bool)
 
 
-@cache
-def _kinds() -> dict[str, Any]:
-    """Types of a line's values."""
-    return get_type_hints(TraceLine)
+_KINDS = get_type_hints(TraceLine)
 
 
 class Resumed(NamedTuple):

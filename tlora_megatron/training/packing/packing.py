@@ -86,7 +86,6 @@ class RowArrays(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[RowArrays]) -> RowArrays:
-        """Joins rows, one part behind the other."""
         return cls(*(np.concatenate(values, axis=-1) for values in zip(*parts, strict=True)))
 
     def sent_on_device(self, rows: Tensor, device: torch.device) -> SentBatch | None:

@@ -183,18 +183,16 @@ class RoundPacker:
     def pack(self, bins: Sequence[Sequence[Placed]]) -> list[MicroBatch]:
         """Packs a micro-batch for each bin, in a pipeline all padded to one length.
 
-        Elsewhere each has its own rows: with the fullest one's, each would cost as much as that. A
-        pipeline's stages would have to tell each other every length before every hop, and its time
-        follows its longest micro-batch in any case.
-
-        A micro-batch that runs whole has the kernels of one in nano-batches: which of the two a
-        job's rows are in depends on its neighbours, and its bits must not.
+        A pipeline's stages would have to tell each other every length, and its time follows its
+        longest micro-batch in any case. A micro-batch that runs whole has the kernels of one in
+        nano-batches: which of the two it is depends on a job's neighbours, and its bits must not.
         """
         alone = self.groups.layout.pp_size == 1 and not self.shape.fills_budget
         if alone and len(bins) > 1:
             return [micro_batch for placed in bins for micro_batch in self.pack([placed])]
         contents = [self._with_rows(placed) for placed in bins]
-        num_tokens = self._num_rows(contents)
+        longest = max((sum(p.item.length for p in placed) for placed in contents), default=0)
+        num_tokens = self._fixed_rows or round_up(max(longest, 1), row_multiple(self.groups))
         everyone = CpTeam(0, self.groups.layout.cp_size)
         packed = [
             self._pack(placed, num_tokens, everyone, num_parts=self.num_nano_batches)
@@ -304,17 +302,15 @@ class RoundPacker:
         return (self.num_nano_batches > 1) * self.num_nano_batches * (row_multiple(self.groups) - 1)
 
     def _with_rows(self, placed: Sequence[Placed]) -> tuple[Placed, ...]:
-        return tuple(p for p in placed if self._has_rows(p.slot))
-
-    def _has_rows(self, slot: int) -> bool:
-        """False for placeholders, unless ranks share the rows of a micro-batch.
+        """Leaves placeholders out, unless ranks share the rows of a micro-batch.
 
         Sequence and context parallelism divide rows among ranks by row number: without a
         placeholder's rows the others' sequences would be divided elsewhere, and their gradients
         rounded another way.
         """
         layout = self.groups.layout
-        return self.active[slot] or layout.sequence_parallel or layout.cp_size > 1
+        all_have = layout.sequence_parallel or layout.cp_size > 1
+        return tuple(p for p in placed if all_have or self.active[p.slot])
 
     def _pack(
         self, placed: Sequence[Placed], num_tokens: int, team: CpTeam, num_parts: int = 1
@@ -331,13 +327,6 @@ class RoundPacker:
             num_parts=num_parts,
             exactness=self.shape.exactness,
         )
-
-    def _num_rows(self, contents: Sequence[Sequence[Placed]]) -> int:
-        """Rows of each micro-batch, over its context-parallel ranks."""
-        if self._fixed_rows is not None:
-            return self._fixed_rows
-        longest = max((sum(p.item.length for p in placed) for placed in contents), default=0)
-        return round_up(max(longest, 1), row_multiple(self.groups))
 
     @property
     def _budgets(self) -> tuple[int, ...]:
@@ -357,11 +346,10 @@ class RoundPacker:
 def row_multiple(groups: ParallelGroups) -> int:
     """Rows of a micro-batch come in multiples of this: whole GEMM tiles on every CP rank.
 
-    Our GEMM gives a row the same bits whatever the number of rows. So do libraries on CPUs, once it
-    is a multiple of 16 (one single row is another kernel). cuBLAS divides long sums by the number
-    of rows where that is small, below 768 of an 8B model on an H200: where a job's bits must not
-    depend on its neighbours it computes nothing (`ops.exactness`). A CP rank's rows are two chunks,
-    or whole sequence-parallel shards.
+    Our GEMM gives a row the same bits whatever their number, libraries on CPUs once it is a
+    multiple of 16. cuBLAS divides long sums by it where it is small, below 768 of an 8B model on an
+    H200: where bits must not depend on neighbours it computes nothing (`ops.exactness`). A CP
+    rank's rows are two chunks, or whole sequence-parallel shards.
     """
     tile = 128 if groups.device.type == "cuda" else 16
     return math.lcm(tile, groups.layout.tp_size, 2) * groups.layout.cp_size

@@ -11,22 +11,17 @@ import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.evaluation import Scorer
-from tlora_megatron.training.formats.fingerprint import (
-    FILE_NAME,
-    Fingerprint,
-    read_fingerprint,
-)
+from tlora_megatron.training.formats.fingerprint import FILE_NAME, Fingerprint, read_fingerprint
 from tlora_megatron.training.packing.packing import Item, Placed, RoundShape
 from tlora_megatron.training.packing.round_packer import RoundPacker
 
@@ -168,18 +163,13 @@ def _score(
     if groups.counts_losses:
         scored = zip(mine, micro_batches, results, strict=True)
         for placed, batch, (losses_T, _) in scored:
-            _add(totals, placed, batch.executed.view.pieces, losses_T.double().cpu())
+            row, values_T = 0, losses_T.double().cpu()
+            for piece in batch.executed.view.pieces:
+                if piece.index < len(placed):  # padding, the last piece, has no item
+                    copy = placed[piece.index].item.index
+                    places = slice(piece.offset, piece.offset + piece.length)
+                    totals[copy, places] += values_T[row : row + piece.length]
+                row += piece.length
     totals = totals.to(groups.device)
     dist.all_reduce(totals)
     return (-totals).tolist()
-
-
-def _add(totals: Tensor, placed: Sequence[Placed], pieces: Sequence[Any], losses_T: Tensor) -> None:
-    """Adds a rank's losses at their places; padding, the last piece, has no item."""
-    row = 0
-    for piece in pieces:
-        losses = losses_T[row : row + piece.length]
-        if piece.index < len(placed):
-            copy = placed[piece.index].item.index
-            totals[copy, piece.offset : piece.offset + piece.length] += losses
-        row += piece.length

@@ -301,18 +301,15 @@ class LiveChanges:
             ) from error
 
     def write(self, output_dir: Path) -> None:
-        """Keeps the changes."""
         document = {"added": list(self.added.values()), "cancelled": self.cancelled}
         write_atomic(output_dir / FILE_NAME, json.dumps(document, indent=2), mode=BY_UMASK)
 
     def add(self, job: JobSpec) -> None:
-        """Notes that a job has joined."""
         self.added[job.name] = job_to_dict(job)
         if job.name in self.cancelled:
             self.cancelled.remove(job.name)
 
     def cancel(self, name: str) -> None:
-        """Notes that a job was cancelled."""
         if name not in self.cancelled:
             self.cancelled.append(name)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlora_megatron.config.job import EXPERT_TARGETS, JobSpec, LoraSpec
+from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import plain
 from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor, split_name
@@ -161,19 +162,18 @@ def prepare_job(
     spec: Backbone,
     tokenizer: Any,
     *,
-    base_model: str,
+    base: BaseModelSpec,
     quantisation: QuantisationCard | None = None,
     micro_batch_tokens: int,
     budget: str = "run.micro_batch_tokens",
     saved: Path | None,
     data: JobData | None = None,
     values: bool | None = None,
-    allow_change: bool = False,
 ) -> PreparedJob:
     """Reads everything a job starts from and checks that it fits; tells what it does otherwise.
 
     Args:
-        base_model: name or path of the base; an adapter of another name is warned about.
+        base: an adapter of another name is warned about.
         quantisation: of the base; an adapter of another one is warned about.
         micro_batch_tokens: rows of the longest sequence that a micro-batch holds.
         budget: what the user calls that, for the sentence.
@@ -181,7 +181,6 @@ def prepare_job(
         data: of another process of this node, which has looked at the checkpoint's values, too;
             None = read them with the tokenizer.
         values: look at every value of a checkpoint; None = only where no data are given.
-        allow_change: lets a job go on over a base of other codes than its checkpoint's.
     """
     job = over_base(job, spec)
     for target in job.lora.target_modules:
@@ -206,7 +205,7 @@ def prepare_job(
             adapter = load_adapter(Path(job.init_from), model=spec)
         except ValueError as error:
             raise ValueError(f"job {job.name!r}: init_from {error}") from error
-        _warn_of_other_base(job, adapter, base_model, quantisation)
+        _warn_of_other_base(job, adapter, base.name, quantisation)
         imported = fit_to_job(adapter, job)
     plan = OpenPlan() if job.driven else BatchPlan.for_job(job, len(data.train))
     if not job.driven and job.schedule.warmup_steps >= plan.num_steps:
@@ -223,7 +222,7 @@ def prepare_job(
     if checkpoint is not None:
         check_resumption(prepared)
         where, state = checkpoint.path, checkpoint.state
-        check_same_base(job.name, where, state, quantisation, allow_change=allow_change)
+        check_same_base(job.name, where, state, quantisation, allow_change=base.allow_change)
     return prepared
 
 

@@ -105,25 +105,18 @@ class JobReader:
             job,
             self.spec,
             None,
-            base_model=self.base.path or str(self.base.folder),
+            base=self.base,
             quantisation=self._quantisation,
             micro_batch_tokens=self._micro_batch_tokens,
             budget=self._budget,
             saved=saved,
             data=cached.data,
             values=values,
-            allow_change=self.base.allow_change,
         )
         return ReadJob(prepared, cached.keys)
 
 
-class Failed(NamedTuple):
-    """The reason for which a job, or the whole run, cannot be read."""
-
-    message: str
-
-
-Readings = Sequence[JobData | Failed] | Failed
+Readings = Sequence[JobData | ValueError] | ValueError
 """Data of one job after the other, up to the first that stops the run; or why there is none."""
 
 
@@ -167,14 +160,14 @@ def share(mine: Readings | None) -> Readings | None:
         return None
     message: list[Any] = [None]
     if dist.get_rank() == 0 and mine is not None:
-        message = [mine if isinstance(mine, Failed) else [_joined(one) for one in mine]]
+        message = [mine if isinstance(mine, ValueError) else [_joined(one) for one in mine]]
     dist.broadcast_object_list(message, src=0)
     return message[0] if mine is None else None
 
 
-def _joined(reading: JobData | Failed) -> JobData | Failed:
+def _joined(reading: JobData | ValueError) -> JobData | ValueError:
     """Puts a job's sequences end to end: a million of small arrays would take long to send."""
-    if isinstance(reading, Failed):
+    if isinstance(reading, ValueError):
         return reading
     return replace(reading, train=_join(reading.train), eval=_join(reading.eval))
 
@@ -224,8 +217,6 @@ class JobAdmission:
         config: RunConfig,
         spec: Backbone,
         *,
-        tokenizer_dir: Path,
-        base_model: str,
         quantisation: QuantisationCard | None = None,
         resuming: bool,
     ) -> None:
@@ -234,17 +225,12 @@ class JobAdmission:
         self._config = config
         self._spec = spec
         self._prepare = partial(
-            prepare_for,
-            config,
-            spec,
-            base_model=base_model,
-            quantisation=quantisation,
-            resuming=resuming,
+            prepare_for, config, spec, quantisation=quantisation, resuming=resuming
         )
         self._stops = config.run.on_job_error == "stop"
         # The first process of each node, or one that cannot tell.
         is_reader = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._reading = self._start_reading(tokenizer_dir) if is_reader else None
+        self._reading = self._start_reading() if is_reader else None
         if self._reading is not None and os.environ.get("WORLD_SIZE", "1") == "1":
             with suppress(TimeoutError):
                 self._take(self._reading.result(_SMALL_DATA_S))
@@ -259,28 +245,28 @@ class JobAdmission:
         if self.prepared:
             return
         own = None if self._reading is None else self._reading.result()
-        read: list[JobData | Failed] | Failed | None
-        if own is None or isinstance(own, Failed):
+        read: Readings | None
+        if own is None or isinstance(own, ValueError):
             read = own
         else:
-            read = [x.data if isinstance(x, PreparedJob) else Failed(str(x)) for x in own]
+            read = [x.data if isinstance(x, PreparedJob) else ValueError(str(x)) for x in own]
         shared = share(read)
         if own is None:
             assert shared is not None, "the first process reads"
-            own = shared if isinstance(shared, Failed) else self._prepare_all(shared)
+            own = shared if isinstance(shared, ValueError) else self._prepare_all(shared)
         self._take(own)
 
-    def _start_reading(self, tokenizer_dir: Path) -> Background[_Outcomes | Failed]:
+    def _start_reading(self) -> Background[_Outcomes | ValueError]:
         try:
             # Here: threads that import at once can meet half a module.
-            tokenizer = load_tokenizer(tokenizer_dir)
+            tokenizer = load_tokenizer(self._config.base_model.folder)
         except ValueError as error:
-            failed = Failed(str(error))
+            failed = ValueError(str(error))
             return Background(lambda: failed)
         return Background(lambda: self._prepare_all(tokenizer=tokenizer))
 
     def _prepare_all(
-        self, readings: Sequence[JobData | Failed] = (), *, tokenizer: Any = None
+        self, readings: Sequence[JobData | ValueError] = (), *, tokenizer: Any = None
     ) -> _Outcomes:
         """Prepares one job after the other, up to the first error that stops the run.
 
@@ -290,8 +276,8 @@ class JobAdmission:
         outcomes: _Outcomes = []
         for job, read in zip_longest(self._config.jobs, readings):
             try:
-                if isinstance(read, Failed):
-                    raise ValueError(read.message)
+                if isinstance(read, ValueError):
+                    raise read
                 outcomes.append(self._prepare(job, tokenizer, data=read))
             except ValueError as error:
                 outcomes.append(error)
@@ -299,9 +285,9 @@ class JobAdmission:
                     break
         return outcomes
 
-    def _take(self, outcomes: _Outcomes | Failed) -> None:
-        if isinstance(outcomes, Failed):
-            raise ValueError(outcomes.message)
+    def _take(self, outcomes: _Outcomes | ValueError) -> None:
+        if isinstance(outcomes, ValueError):
+            raise outcomes
         for job, outcome in zip(self._config.jobs, outcomes, strict=False):
             if isinstance(outcome, ValueError):
                 self._reject(job.name, outcome)
@@ -341,7 +327,6 @@ def prepare_for(
     job: JobSpec,
     tokenizer: Any,
     *,
-    base_model: str,
     quantisation: QuantisationCard | None,
     resuming: bool,
     data: JobData | None = None,
@@ -359,13 +344,12 @@ def prepare_for(
         replace(job, seed=job.seed + config.run.seed),
         spec,
         tokenizer,
-        base_model=base_model,
+        base=config.base_model,
         quantisation=quantisation,
         micro_batch_tokens=config.longest_sequence,
         budget=_BUDGETS[config.parallel.is_unlike],
         saved=saved if resuming else None,
         data=data,
-        allow_change=config.base_model.allow_change,
     )
     if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
         check_job_folders(Path(config.run.output_dir), job.name)

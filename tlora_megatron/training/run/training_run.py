@@ -93,7 +93,6 @@ class TrainingRun:
     call. Use it as a context manager, or call `close`: that releases its files, however it ends.
 
     Args:
-        base_model: what exported adapters call their base.
         events: takes what happens, on every rank that has one; mostly that is the first alone.
         resolve_timing: shares rounds out by predicted time; None = balances tokens.
         signals: stop the loop; given on every process or on none.
@@ -104,8 +103,6 @@ class TrainingRun:
         config: RunConfig,
         spec: Backbone,
         *,
-        tokenizer_dir: Path,
-        base_model: str,
         quantisation: QuantisationCard | None = None,
         events: EventSink | None = None,
         resolve_sharding: ShardingResolver,
@@ -115,8 +112,6 @@ class TrainingRun:
     ) -> None:
         self.config = config
         self.spec = spec
-        self.tokenizer_dir = tokenizer_dir
-        self.base_model = base_model
         self.quantisation = quantisation
         self.events = events
         self.output_dir = Path(config.run.output_dir)
@@ -133,12 +128,7 @@ class TrainingRun:
             self.facts["resumed"] = True
         with timeline.phase("data"):
             self._jobs = JobAdmission(
-                config,
-                spec,
-                tokenizer_dir=tokenizer_dir,
-                base_model=base_model,
-                quantisation=quantisation,
-                resuming=self._resuming,
+                config, spec, quantisation=quantisation, resuming=self._resuming
             )
 
     def __enter__(self) -> TrainingRun:
@@ -204,7 +194,7 @@ class TrainingRun:
         self._open.callback(watch.close)
         files = JobFiles(
             self.config.run,
-            base_model=self.base_model,
+            base_model=self.config.base_model.name,
             quantisation=self.quantisation,
             has_metrics=groups.is_writer,
             waits_for_room=watch.waits_for_room,

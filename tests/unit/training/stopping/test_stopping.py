@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -147,7 +148,7 @@ class Run:
         self.watch = HangWatch(LIMIT_S, self.store, 0, 2, signals=self.signals, end=self._end)
 
     def set_other(self, beat: Beat) -> None:
-        self.store.set("1", beat.line())
+        self.store.set("1", json.dumps(beat))
 
     def _end(self, reason: str) -> None:
         self.reason = reason

@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from fastapi import Path as InPath
 from fastapi.responses import FileResponse
 
-from tlora_megatron.files import modified_s, replacing
+from tlora_megatron.files import OPEN_FILE, OPEN_FOLDER, modified_s, replacing
 from tlora_megatron.service.api.gate import Reader, refused
 from tlora_megatron.service.api.native.jobs import CheckpointsAnswer, answers, visible_job
 from tlora_megatron.service.api.service import Service
@@ -25,8 +25,6 @@ from tlora_megatron.service.store import Job
 
 _STEP = re.compile(r"step_(\d{8,})")
 _ENDINGS = (".json", ".safetensors", ".md", ".txt")
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _SAVED = "checkpoints"
 _KEPT = 16
 _BLOCK = 1 << 20
@@ -45,9 +43,14 @@ def archive_of(folder: Path, archives: Path, name: str, outward: Callable[[str],
         FileNotFoundError: if there is no such folder, or nothing in it.
     """
     with ExitStack() as opened:
-        handle = os.open(folder, _FOLDER)
+        handle = os.open(folder, OPEN_FOLDER)
         opened.callback(os.close, handle)
-        files = {name: opened.enter_context(file) for name, file in _open_all(handle)}
+        files: dict[str, BinaryIO] = {}
+        for inner in sorted(os.listdir(handle)):
+            kind = os.stat(inner, dir_fd=handle, follow_symlinks=False).st_mode
+            if inner.endswith(_ENDINGS) and not inner.startswith(".") and stat.S_ISREG(kind):
+                file = os.fdopen(os.open(inner, OPEN_FILE, dir_fd=handle), "rb")
+                files[inner] = opened.enter_context(file)
         if not files:
             raise FileNotFoundError(str(folder))
         stamp = max(os.fstat(file.fileno()).st_mtime_ns for file in files.values())
@@ -75,15 +78,6 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
                 row = {"step": int(match[1]), "bytes": size, "written_at": written.st_mtime}
                 found.append(row)
     return sorted(found, key=lambda row: -row["step"])
-
-
-def _open_all(folder: int) -> list[tuple[str, BinaryIO]]:
-    found: list[tuple[str, BinaryIO]] = []
-    for name in sorted(os.listdir(folder)):
-        kind = os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
-        if name.endswith(_ENDINGS) and not name.startswith(".") and stat.S_ISREG(kind):
-            found.append((name, os.fdopen(os.open(name, _FILE, dir_fd=folder), "rb")))
-    return found
 
 
 def _write(path: Path, files: dict[str, BinaryIO], outward: Callable[[str], str]) -> None:

@@ -14,11 +14,7 @@ from fastapi import APIRouter, Header, Query, Request
 from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter, missing
 from tlora_megatron.service.api.native.jobs import own_job, shown_event
 from tlora_megatron.service.api.openai.models import model_of
-from tlora_megatron.service.api.openai.objects import (
-    DOOR,
-    job_object,
-    page_object,
-)
+from tlora_megatron.service.api.openai.objects import DOOR, job_object, page_object
 from tlora_megatron.service.api.openai.submitting import Asked, Submitting
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import Mark, Past, Row, rows_at

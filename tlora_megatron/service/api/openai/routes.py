@@ -12,12 +12,7 @@ from tlora_megatron.service.api.gate import ApiError, Caller, Reader, Submitter,
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.openai import jobs, parts
 from tlora_megatron.service.api.openai.jobs import asked_of
-from tlora_megatron.service.api.openai.models import (
-    adapter_name,
-    model_of,
-    no_model,
-    split_model,
-)
+from tlora_megatron.service.api.openai.models import adapter_name, model_of, no_model, split_model
 from tlora_megatron.service.api.openai.objects import (
     RESULTS,
     file_object,
@@ -26,11 +21,7 @@ from tlora_megatron.service.api.openai.objects import (
     results_csv,
     results_object,
 )
-from tlora_megatron.service.api.openai.uploads import (
-    PURPOSE,
-    Incoming,
-    read_form,
-)
+from tlora_megatron.service.api.openai.uploads import PURPOSE, Incoming, read_form
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import History
 from tlora_megatron.service.removal import act_on

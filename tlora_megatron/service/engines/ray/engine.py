@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.service.engines.base import FolderEngine, GangHandle
+from tlora_megatron.service.engines.base import GangEngine, GangHandle
 from tlora_megatron.service.engines.protocol import (
     HOST_VARIABLE,
     RANK_COMMAND,
@@ -120,10 +120,6 @@ class Connection:
             self.why = self.why or f"Ray has not answered for {silence_s:.0f} s"
         return is_silent or self._child.pipe.is_over or self._child.exit_code is not None
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
     def send(self, do: str, **more: Any) -> None:
         """Tells the bridge one thing; one that has ended hears nothing."""
         self._child.pipe.send({"do": do, **more})
@@ -189,7 +185,7 @@ class RayGang(GangHandle):
         self.is_over, self.is_proved = True, is_proved
 
 
-class RayEngine(FolderEngine[RayGang]):
+class RayEngine(GangEngine[RayGang]):
     """`GangEngine` on Ray, which runs in a child process (`bridge`); no call of it can hang.
 
     Actors of no gang that is known are ended. All nodes must see the folder and have this package.
@@ -249,7 +245,6 @@ class RayEngine(FolderEngine[RayGang]):
         return RayGang(folder, folder.spec())
 
     def check_reachable(self, spec: GangSpec) -> None:
-        """Raises RuntimeError while Ray cannot be reached."""
         if not self._connection.is_ready or self._connection.is_over:
             raise RuntimeError(f"Ray must be reachable to start gang {spec.gang}, got {self._why}")
 
@@ -257,10 +252,6 @@ class RayEngine(FolderEngine[RayGang]):
         """The cluster's nodes, also those that it has lost."""
         self.look()
         return self._nodes
-
-    @property
-    def bridge_pid(self) -> int:
-        return self._connection.pid
 
     def close(self) -> None:
         """Lets go of the gangs, which go on; those that have stopped leave the cluster first."""
