@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.cli.tables import open_console, refuse_duplicates
+from tlora_megatron.config.documents import read_document
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import fit_job, read_gang_config
-from tlora_megatron.config.reader import ConfigError, must, read_document, unknown
+from tlora_megatron.config.reader import ConfigError, must, unknown
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.config.sections import as_job_list, ignored_job_settings, job_to_dict, read_jobs

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.config.documents import read_document
 from tlora_megatron.config.job import JobSpec, ServiceSpec
 from tlora_megatron.config.parallel_rules import (
     check_cp_by_micro_batch,
@@ -17,7 +18,7 @@ from tlora_megatron.config.parallel_rules import (
     settle_deterministic,
     settle_replicas,
 )
-from tlora_megatron.config.reader import ConfigError, must, read_document, read_spec, unknown
+from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (

@@ -13,8 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from tlora_megatron.config.documents import merge
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, merge, must, nearest, read_spec
+from tlora_megatron.config.reader import ConfigError, check_partial, must, nearest, read_spec
 from tlora_megatron.config.rules import (
     KNOWN_TARGETS,
     LEFT_OUT_IF_DRIVEN,

@@ -9,8 +9,9 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
+from tlora_megatron.config.documents import read_file
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import ConfigError, must, read_file
+from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.files import shipped_folder
 
 logger = logging.getLogger(__name__)

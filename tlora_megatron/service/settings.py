@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.reader import must, read_document, read_spec
+from tlora_megatron.config.documents import read_document
+from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.config.sections import plain, read_base_model
 from tlora_megatron.files import read_json, write_json

@@ -10,8 +10,9 @@ from enum import IntEnum
 from pathlib import Path
 from random import Random
 
+from tlora_megatron.config.documents import read_file
 from tlora_megatron.config.job import rule
-from tlora_megatron.config.reader import must, read_file
+from tlora_megatron.config.reader import must
 from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile, shipped_profiles
 from tlora_megatron.scheduler.fleet import Fleet
 from tlora_megatron.scheduler.group_throughput import Speeds

@@ -8,8 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import TypeVar
 
+from tlora_megatron.config.documents import read_file
 from tlora_megatron.config.job import HF_TARGETS, MEGATRON_TARGETS, rule
-from tlora_megatron.config.reader import ConfigError, must, read_file
+from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.spec import ModelSpec, refuse_experts
 from tlora_megatron.planner.candidate import Plan

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tlora_megatron.config.documents import merge
 from tlora_megatron.config.load import config_to_dict, ignored_settings, load_config
-from tlora_megatron.config.reader import ConfigError, merge
+from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.schema import RunConfig
 
 

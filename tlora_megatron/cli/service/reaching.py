@@ -22,9 +22,10 @@ from tlora_megatron.cli.service.in_folder import (
     warn,
 )
 from tlora_megatron.cli.tables import refuse_duplicates
+from tlora_megatron.config.documents import merge, read_document
 from tlora_megatron.config.job_rows import Acted, Action, JobState, is_address
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import ConfigError, merge, must, nearest, read_document, unknown
+from tlora_megatron.config.reader import ConfigError, must, nearest, unknown
 from tlora_megatron.config.sections import as_job_list, read_job
 from tlora_megatron.service.home import VARIABLE
 

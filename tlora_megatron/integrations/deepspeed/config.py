@@ -9,17 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tlora_megatron.config.documents import apply_override, merge, read_document
 from tlora_megatron.config.load import read_config
 from tlora_megatron.config.parallel_rules import refuse_replicas
-from tlora_megatron.config.reader import (
-    ConfigError,
-    apply_override,
-    merge,
-    must,
-    nearest,
-    read_document,
-    read_spec,
-)
+from tlora_megatron.config.reader import ConfigError, must, nearest, read_spec
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import refuse_quantization

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from tlora_megatron.config.documents import read_document
 from tlora_megatron.config.load import ignored_settings, read_config
 from tlora_megatron.config.parallel_rules import refuse_replicas
-from tlora_megatron.config.reader import ConfigError, read_document, read_spec, show
+from tlora_megatron.config.reader import ConfigError, read_spec, show
 from tlora_megatron.config.rules import resolve
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import refuse_quantization

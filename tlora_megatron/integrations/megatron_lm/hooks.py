@@ -101,7 +101,7 @@ def _jobs_file() -> str | None:
 
 def _run_section(jobs: str | None) -> dict[str, Any]:
     """The `run` of a file of jobs; empty if there is none or it cannot be read."""
-    from tlora_megatron.config.reader import read_document
+    from tlora_megatron.config.documents import read_document
 
     if jobs is None:
         return {}

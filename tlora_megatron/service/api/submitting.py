@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tlora_megatron.config.reader import ConfigError, mistake_words, must, parse_document
+from tlora_megatron.config.documents import mistake_words, parse_document
+from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.config.sections import as_job_list, plain
 from tlora_megatron.files import UserFiles
 from tlora_megatron.service.api.gate import Caller

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.channel import Message
+from tlora_megatron.config.documents import read_document
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.load import SECTIONS
-from tlora_megatron.config.reader import read_document, unknown
+from tlora_megatron.config.reader import unknown
 from tlora_megatron.config.sections import (
     as_job_list,
     ignored_base_settings,

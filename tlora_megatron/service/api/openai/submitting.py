@@ -15,8 +15,9 @@ from weakref import WeakValueDictionary
 
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
 
+from tlora_megatron.config.documents import merge
 from tlora_megatron.config.job import JobSpec, OptimizerSpec
-from tlora_megatron.config.reader import ConfigError, check_partial, merge, nearest
+from tlora_megatron.config.reader import ConfigError, check_partial, nearest
 from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.openai.models import ADAPTER, find_model, split_model
 from tlora_megatron.service.api.openai.objects import DOOR

@@ -9,7 +9,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from tlora_megatron.config.reader import ConfigError, apply_override
+from tlora_megatron.config.documents import apply_override
+from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.service.api.gate import Caller, Submitter
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.api.submitting import check_setting, submit
