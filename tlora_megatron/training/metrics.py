@@ -100,7 +100,9 @@ class JobMetrics:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS_FILE
         kept = truncate_metrics(self.path, resume_step) if may_write() else []
-        self._warned_of_disk = self._events_died = False
+        self._warned_of_disk = False
+        self._events_deaths = self._events_rest = 0
+        """How often TensorBoard's thread died, and the lines before it is opened again."""
         self._last_step = resume_step
         self._last_eval_step = max((r["step"] for r in kept if "eval_loss" in r), default=-1)
         self._events = _open_tensorboard(folder, resume_step) if tensorboard else None
@@ -203,16 +205,19 @@ class JobMetrics:
             self._warn_of_disk(error)
         step = record["step"]
         try:
-            if self._events_died and not self._unwritten:
-                self._events = _open_tensorboard(self.path.parent, self._last_step)
-                self._events_died = self._warned_of_disk = False
-                logger.warning("job %s: TensorBoard goes on at step %d", self.job_name, step)
+            if self._events_deaths and self._events is None and not self._unwritten:
+                self._events_rest -= 1
+                if not self._events_rest:
+                    self._events = _open_tensorboard(self.path.parent, self._last_step)
+                    self._warned_of_disk = False
+                    logger.warning("job %s: TensorBoard goes on at step %d", self.job_name, step)
             if self._events is not None:
                 for tag, value in known.items():
                     self._events.add_scalar(tag, value, step)
         except OSError as error:
             # Its writing thread has died of this error and would raise it again every time.
-            self._events, self._events_died = None, True
+            self._events, self._events_rest = None, 2**self._events_deaths
+            self._events_deaths += 1
             self._warn_of_disk(error)
         if self._wandb is not None:
             self._wandb.log({"step": step, **known})
