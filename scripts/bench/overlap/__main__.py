@@ -189,7 +189,7 @@ class CaseRun:
             controller.next_count(
                 StepTime(time_s=time_s, tokens=tokens, mix_key="bench", most=max(keys))
             )
-            if controller.is_settled and settled is None:
+            if controller.phase != "explore" and settled is None:
                 settled = index + 1
         chosen = keys[controller.kept]
         best = min(keys.values(), key=lambda key: times[key]["step_ms"])
