@@ -34,8 +34,7 @@ examples:
 
 _PREFIX = "TLORA_"
 VARIABLES = (
-    *("ATTENTION", "BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS"),
-    *("SERVICE", "TOKEN"),
+    *("BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS", "SERVICE", "TOKEN"),
 )
 """Variables of the environment that the package reads, each behind the prefix."""
 

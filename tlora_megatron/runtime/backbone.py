@@ -25,7 +25,6 @@ from tlora_megatron.model.quantisation import (
 )
 from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 from tlora_megatron.ops.exactness import keep_rows_apart
-from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.training.formats.hf_convert import Rounding, check_layout
@@ -243,7 +242,6 @@ def know_base(
         let_segments_grow()
     set_queues(overlaps=_overlaps(config, own.layout))
     keep_rows_apart()
-    flash4.keep_compiled()
     for name in _ATTENTION:
         os.environ.setdefault(name, "1")
     wake_device()
@@ -255,7 +253,7 @@ def import_backbone() -> None:
     try:
         from tlora_megatron.integrations.megatron.imports import lazy_compile
 
-        with timeline.phase("imports"), lazy_compile(), flash4.hidden():
+        with timeline.phase("imports"), lazy_compile():
             import tlora_megatron.integrations.megatron.engine  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":
