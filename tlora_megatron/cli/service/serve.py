@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from tlora_megatron.cli.service.board import Board
 from tlora_megatron.cli.service.in_folder import add_service_argument, service_folder
@@ -39,10 +40,17 @@ def check_http(args: argparse.Namespace) -> None:
     _check_together(args)
     check_bases(args.bases)
     keep_sessions_s(args)
+    for url in args.sampler_address:
+        place = urlsplit(url)
+        if place.scheme not in ("http", "https") or not place.hostname:
+            raise must("--sampler-address", "be a URL such as http://127.0.0.1:8000", url)
     if args.sampler_words is not None:
         from tlora_megatron.service.sampling.vllm_server import VllmSettings
 
-        VllmSettings().with_words(args.sampler_words)
+        words = VllmSettings().with_words(args.sampler_words).words
+        if args.sampler_address and words:
+            what = "hold --max-loras and --max-lora-rank alone of servers at --sampler-address"
+            raise must("--sampler-words", what, args.sampler_words)
     if args.http is not None:
         from tlora_megatron.service.front import Place, listen
 

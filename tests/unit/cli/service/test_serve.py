@@ -44,6 +44,11 @@ from tlora_megatron.service.store import Progress, Store, StoreError
         (["--http", "0", "--sampler-words=-x"], "--sampler-words must be given with"),
         (["--http=0", "--sampler=vllm", "--sampler-words=--port=1"], "must leave --port=1 to the"),
         (["--http=0", "--sampler=vllm", "--sampler-words='"], "must be words of vllm serve, got"),
+        (["--http=0", "--sampler=vllm", "--sampler-address=ftp://u"], "must be a URL such as http"),
+        (
+            ["--http=0", "--sampler=vllm", "--sampler-address=http://u", "--sampler-words=--x=1"],
+            "--sampler-words must hold --max-loras and --max-lora-rank alone of servers",
+        ),
         (
             ["--http", "0", "--sampler", "off", "--sampler-gpu", "1"],
             "--sampler-gpu must be left out with --sampler off, got '1'",
