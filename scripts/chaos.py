@@ -4,6 +4,7 @@
     python -m scripts.chaos generated      # 1,000 requests from the OpenAPI page, by schemathesis
     python -m scripts.chaos broken         # 1,000 connections that speak no HTTP, stop or crawl
     python -m scripts.chaos disk           # a full one, on a tmpfs; needs root
+    python -m scripts.chaos queue          # 5,000 jobs at once; says how long that takes
 
 Nothing may be lost, no process end, nobody get a 5xx that does not say when to come back, no trace
 be logged, and adapters must have the bits of an undisturbed job. The first deviation is raised.
@@ -282,9 +283,42 @@ def disk(folder: Path) -> None:
             assert steps == list(range(1, job.step + 1))
 
 
+def queue(folder: Path) -> None:
+    def tlora(*words: str) -> float:
+        command = (sys.executable, "-m", "tlora_megatron.cli", *words)
+        begin_s = time.perf_counter()
+        where = f"--service={client.served.home.root}"
+        # Jobs that end just then make `cancel` return 2.
+        subprocess.run((*command, where), check=words == ("jobs",), stdout=subprocess.DEVNULL)
+        return time.perf_counter() - begin_s
+
+    with attacked(folder) as client:
+        with open_store(client.served.home.store) as store:
+            store.tenants.set_limits("ann", TenantLimits(requests_per_s=1e6, jobs=10**5))
+        batches = []
+        for batch in range(50):
+            body = document("", 5)
+            body["jobs"] = [body["jobs"][0] | {"name": f"x-{batch}-{n}"} for n in range(100)]
+            batches.append(body)
+        begin_s = time.perf_counter()
+        for body in batches:
+            assert client.http.post("/v1/jobs", json=body).status_code == 201
+        print(f"{5000 / (time.perf_counter() - begin_s):.0f} submits a second, by 100")
+        print(f"tlora jobs: {min(tlora('jobs') for _ in range(3)):.2f} s, the best of three")
+        begin_s = time.perf_counter()
+        print(f"tlora cancel of all: {tlora('cancel', '--name', 'x-*', '--yes'):.2f} s")
+        with open_store(client.served.home.store) as store:
+            while sum(n for state, n in store.jobs.counts().items() if not state.is_over) > 1:
+                time.sleep(0.1)  # one is beside
+        print(f"all are over after {time.perf_counter() - begin_s:.2f} s")
+        ended = Counter(str(job.state) for name, job in client.jobs().items() if name[:2] == "x-")
+        assert ended.total() == 5000, ended
+        assert {*ended} <= {"finished", "cancelled"}, ended
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Attacks a service that trains.")
-    attacks = {attack.__name__: attack for attack in (connections, generated, broken, disk)}
+    attacks = {attack.__name__: attack for attack in (connections, generated, broken, disk, queue)}
     parser.add_argument("attack", choices=attacks)
     with tempfile.TemporaryDirectory() as folder:
         begin_s = time.monotonic()

@@ -12,7 +12,7 @@ from tests.helpers.launch import HANG_S, REPO, environment
 
 
 @pytest.mark.skipif("TLORA_ALL_TESTS" not in os.environ, reason="takes minutes: TLORA_ALL_TESTS=1")
-@pytest.mark.parametrize("attack", ["connections", "generated", "broken", "disk"])
+@pytest.mark.parametrize("attack", ["connections", "generated", "broken", "disk", "queue"])
 def test_strangers_harm_nobody(attack: str) -> None:
     command = [sys.executable, "-m", "scripts.chaos", attack]
     done = subprocess.run(

@@ -280,12 +280,12 @@ def test_a_death_between_two_jobs_harms_none(pool: PreparePool) -> None:
 
 
 def test_what_is_forgotten_is_ended_and_not_told(pool: PreparePool) -> None:
-    for job, what in (("j1", "sleep"), ("j2", "sleep"), ("j3", "good")):
+    for job, what in (("j1", "sleep"), ("j2", "sleep"), ("j3", "sleep"), ("j4", "good")):
         pool.submit(job, _submission(what))
-    pool.forget("j2")
-    pool.forget("j1")
+    pool.forget({"j2"})
+    pool.forget({"j1", "j3"})
     (outcome,) = _outcomes(pool, 1)
-    assert outcome.job == "j3"
+    assert outcome.job == "j4"
 
 
 def test_a_job_that_takes_too_long_is_given_up(stub: None) -> None:

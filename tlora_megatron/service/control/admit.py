@@ -43,14 +43,8 @@ class Admission:
             # Who submits thousands must not wait for a change that there is not.
             is_asked = any(event.kind == "wished" for event in events)
             with self._context.store.transaction() if is_asked else nullcontext():
-                rows = self._context.store.jobs.many(list(jobs))
-                known = self._context.state.jobs
-                asked = [row.id for row in rows if row.wish == "cancel" and row.id in known]
-                waiting = {job: known[job] for job in asked if not known[job].state.is_live}
-                if waiting:
-                    self._cancel(list(waiting.values()))
-                new = [self._news(row) for row in rows if row.id not in waiting]
-            self.take([live for live in new if live is not None])
+                new = self._update(self._context.store.jobs.many(list(jobs)))
+            self.take(new)
             self._seen = events[-1].seq if len(events) == _EVENTS else last
         self._is_full = len(events) == _EVENTS
         self._take_outcomes()
@@ -59,24 +53,30 @@ class Admission:
     def has_more(self) -> bool:
         return self._is_full or bool(self._outcomes)
 
-    def _cancel(self, waiting: Sequence[LiveJob]) -> None:
-        """Cancels jobs that no gang has, together: thousands may be asked at once."""
-        self._context.cancel_waiting(waiting)
-        for live in waiting:
-            self._validator.forget(live.id)
+    def _update(self, rows: Sequence[Job]) -> list[LiveJob]:
+        """Adds jobs and does what is asked of them; returns the new ones."""
+        known, new = self._context.state.jobs, []
+        for row in rows:
+            if row.id not in known and not row.state.is_over:
+                new.append(live_job(row))
+                self._context.state.add(new[-1])
+        asked = []
+        for row in rows:
+            if (live := known.get(row.id)) is not None:
+                live.requested = row.wish
+                asked += [live] if row.wish is not None else []
+        waiting = [live for live in asked if not live.state.is_live]
+        if cancelled := [live for live in waiting if live.requested == "cancel"]:
+            self._cancel(cancelled)  # thousands may be cancelled at once, new ones, too
+        for live in asked:
+            if not live.state.is_over:
+                self.fulfil(live)
+        return new
 
-    def _news(self, row: Job) -> LiveJob | None:
-        """Does what is asked of a job; returns it if it is new."""
-        live = known = self._context.state.jobs.get(row.id)
-        if live is None:
-            if row.state.is_over:
-                return None
-            live = live_job(row)
-            self._context.state.add(live)
-        live.requested = row.wish
-        if live.requested is not None and not live.state.is_over:
-            self.fulfil(live)
-        return live if known is None else None
+    def _cancel(self, waiting: Sequence[LiveJob]) -> None:
+        """Cancels jobs that no gang has."""
+        self._context.cancel_waiting(waiting)
+        self._validator.forget({live.id for live in waiting})
 
     def take(self, new: Iterable[LiveJob]) -> None:
         """Validates those of some jobs that are new or were being validated."""

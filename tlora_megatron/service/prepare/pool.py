@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from bisect import insort
+from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 
@@ -81,10 +82,10 @@ class PreparePool(AbstractContextManager["PreparePool"]):
         insort(self._waiting, request, key=lambda one: one.order)
         self._hand_out()
 
-    def forget(self, job_id: str) -> None:
-        """Gives a job up: `poll` will not speak of it."""
-        self._waiting = [request for request in self._waiting if request.job != job_id]
-        for worker in [w for w in self._workers if w.request and w.request.job == job_id]:
+    def forget(self, jobs: Collection[str]) -> None:
+        """Gives jobs up: `poll` will not speak of them."""
+        self._waiting = [request for request in self._waiting if request.job not in jobs]
+        for worker in [w for w in self._workers if w.request and w.request.job in jobs]:
             self._end(worker)
         self._hand_out()
 
