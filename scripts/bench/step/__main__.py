@@ -199,7 +199,7 @@ class Bench:
             percentiles = {name: round(seconds * 1e3, 2) for name, seconds in found.items()}
         row = {
             "gpu": gpu_name(),
-            "versions": versions("megatron-core", *(["peft"] if mode == "hf_peft" else [])),
+            "versions": versions("megatron-core", "peft" if mode == "hf_peft" else "flash-attn-4"),
             "commit": args.commit, "model": args.model.stem, "tp": args.tp,
             "sequence_parallel": args.sequence_parallel, "recompute": args.recompute,
             "dropout": args.dropout, "jobs": jobs, "mode": mode,
