@@ -66,10 +66,10 @@ def hidden() -> Iterator[None]:
         return
     version_of = metadata.version
 
-    def version(name: str) -> str:
-        if name == PACKAGE:
-            raise metadata.PackageNotFoundError(name)
-        return version_of(name)
+    def version(distribution_name: str) -> str:
+        if distribution_name == PACKAGE:
+            raise metadata.PackageNotFoundError(distribution_name)
+        return version_of(distribution_name)
 
     metadata.version = version
     sys.modules[MODULE] = None  # type: ignore[assignment]
