@@ -212,6 +212,10 @@ def test_what_the_tokenizer_calls_a_tool_template_is_used_for_tools() -> None:
     (found,) = tokenize_rows([row], tokenizer)
     expected = tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=False)
     assert found.tokens.tolist() == expected
+    (other,) = tokenize_rows([row], tokenizer, LAST_THINKS_TEMPLATE)
+    assert (
+        other.tokens.tolist() == tokenized(LAST_THINKS_TEMPLATE, talk(), tools=[TOOL])[0].tolist()
+    )
 
 
 def load(folder: Path, template: str, messages: list[dict[str, Any]], named: Any = None) -> None:

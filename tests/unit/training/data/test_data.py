@@ -192,7 +192,7 @@ class TestFile:
 
 GOOD = {"text": "abc"}
 NO_JSON = "a line must be JSON, got"
-BAD_KEYS = "a line must hold prompt and completion, or messages, or text, got the keys"
+BAD_KEYS = "a line must hold prompt and completion, or messages, or text, or .*, got the keys"
 NO_TARGET = "a line must give at least one token to learn after its first"
 BAD_LINES = {
     "not json": (b"{'text': 1}", NO_JSON),
