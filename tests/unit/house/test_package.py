@@ -48,7 +48,7 @@ def _imported(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tlora_megatron", "train kernels deepspeed wandb serve tinker ray"),
+        ("tlora_megatron", "train kernels deepspeed wandb serve tinker ray data"),
         ("scripts", "train kernels verify deepspeed docs bench openai tinker"),
         ("tests", "test deepspeed wandb"),
     ],
@@ -136,10 +136,15 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
         for path in (built / "source" / "configs" / "hardware").glob("*.json")
     }
     assert "tlora_megatron/planner/profiles/h200.json" in profiles
+    templates = {
+        f"tlora_megatron/config/chat_templates/{name.rpartition('/')[2]}"
+        for name in _files(built / "source", "configs/chat_templates")
+    }
+    assert "tlora_megatron/config/chat_templates/qwen3.jinja" in templates
     # The CUDA kernels' sources: they are compiled on first use.
     sources = {f"tlora_megatron/{name}" for name in _files(built / "source", "csrc")}
     assert "tlora_megatron/csrc/lora_gemm.cu" in sources
-    assert package == _files(built / "source", "tlora_megatron") | profiles | sources
+    assert package == _files(built / "source", "tlora_megatron") | profiles | sources | templates
     assert "tlora_megatron/py.typed" in package
     assert {name.split("/")[0] for name in names - package} == {
         f"tlora_megatron-{tlora_megatron.__version__}.dist-info"

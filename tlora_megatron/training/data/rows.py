@@ -21,19 +21,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names under which templates look for the reasoning before an answer."""
 
-_KEYS = {
+FORMS: dict[str, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "messages": ("messages",),
     "text": ("text",),
-    "ShareGPT": ("conversations",),
-    "Alpaca": ("instruction", "output"),
+    "sharegpt": ("conversations",),
+    "alpaca": ("instruction", "output"),
 }
 _OPTIONAL = ("tools", "chat_template_kwargs", "parallel_tool_calls")
 """Keys that a chat may have beside its messages; the last one is OpenAI's, and changes no text."""
 _MORE = {
+    "completion": _OPTIONAL,
     "messages": _OPTIONAL,
-    "ShareGPT": ("system", *_OPTIONAL),
-    "Alpaca": ("input", "system"),
+    "sharegpt": ("system", *_OPTIONAL),
+    "alpaca": ("input", "system"),
 }
 _OF_ANSWERS = ("weight", "tool_calls", *REASONING)
 _MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", *_OF_ANSWERS)
@@ -56,31 +57,26 @@ class Row(NamedTuple):
     """Job, file and line number, for errors."""
 
 
-def parse_row(line: bytes, where: str) -> Row:
+def parse_row(line: Any, where: str) -> Row:
     """Reads and checks one line that is not empty.
 
     Args:
-        line: its bytes.
+        line: its bytes, or what they hold.
         where: file and line number, for errors.
 
     Raises:
         ValueError: if it is none of the formats, or holds what would not be trained.
     """
     try:
-        fields = json.loads(line.decode("utf-8"))
+        fields = json.loads(line.decode("utf-8")) if isinstance(line, bytes) else line
     except UnicodeDecodeError as error:
         raise ValueError(f"a line must be UTF-8, got {error}: {where}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a line must be JSON, got {error}: {where}") from error
-    return read_row(fields, where)
-
-
-def read_row(fields: Any, where: str) -> Row:
-    """As `parse_row`, of what a line of JSON holds."""
     try:
         form = _form(fields)
         if form == "text" or (form == "completion" and not isinstance(fields["prompt"], list)):
-            for key in _KEYS[form]:
+            for key in FORMS[form]:
                 _check_text(fields[key], key)
             return Row("text" if form == "text" else "completion", fields, where)
         return Row("messages", _read_chat(form, fields), where)
@@ -161,21 +157,25 @@ def is_learnt(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight", 1) == 1
 
 
+def keys_of(form: str) -> tuple[str, ...]:
+    """The keys that a row of a form may have, those that it must have first."""
+    return FORMS[form] + _MORE.get(form, ())
+
+
 def _form(fields: Any) -> str:
     if not isinstance(fields, dict):
         raise ValueError(f"a line must be a JSON object, got {type(fields).__name__}")
     for key, what in _NOT_TRAINED.items():
         if fields.get(key) is not None:
             raise ValueError(f"{key} must be left out: it is {what}")
-    forms = [form for form, keys in _KEYS.items() if any(key in fields for key in keys)]
-    if len(forms) != 1 or any(key not in fields for key in _KEYS[forms[0]]):
+    forms = [form for form, keys in FORMS.items() if any(key in fields for key in keys)]
+    if len(forms) != 1 or any(key not in fields for key in FORMS[forms[0]]):
         raise ValueError(
             f"a line must hold prompt and completion, or messages, or text, or conversations, or "
             f"instruction and output, got the keys {sorted(fields)}"
         )
-    is_chat = forms[0] == "completion" and isinstance(fields["prompt"], list)
-    more = _OPTIONAL if is_chat else _MORE.get(forms[0], ())
-    _check_keys(fields, (*_KEYS[forms[0]], *more), "a line")
+    is_text = forms[0] == "completion" and not isinstance(fields["prompt"], list)
+    _check_keys(fields, FORMS[forms[0]] if is_text else keys_of(forms[0]), "a line")
     return forms[0]
 
 
@@ -194,7 +194,7 @@ def _read_chat(form: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return read_chat(fields["prompt"], fields["completion"], names=names, **more)
     if form == "messages":
         return read_chat(fields["messages"], **more)
-    return read_chat(from_sharegpt(fields) if form == "ShareGPT" else from_alpaca(fields), **more)
+    return read_chat(from_sharegpt(fields) if form == "sharegpt" else from_alpaca(fields), **more)
 
 
 def _unlearnt(message: dict[str, Any]) -> dict[str, Any]:
