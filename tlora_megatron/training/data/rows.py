@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from tlora_megatron.config.reader import nearest
@@ -188,13 +189,14 @@ def _check_keys(fields: Mapping[str, Any], known: Iterable[str], name: str) -> N
 
 
 def _read_chat(form: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    more = {"tools": fields.get("tools"), "variables": fields.get("chat_template_kwargs")}
+    tools, variables = fields.get("tools"), fields.get("chat_template_kwargs")
+    read = partial(read_chat, tools=tools, variables=variables)
     if form == "completion":
         names = ("prompt", "completion")
-        return read_chat(fields["prompt"], fields["completion"], names=names, **more)
+        return read(fields["prompt"], fields["completion"], names=names)
     if form == "messages":
-        return read_chat(fields["messages"], **more)
-    return read_chat(from_sharegpt(fields) if form == "sharegpt" else from_alpaca(fields), **more)
+        return read(fields["messages"])
+    return read(from_sharegpt(fields) if form == "sharegpt" else from_alpaca(fields))
 
 
 def _unlearnt(message: dict[str, Any]) -> dict[str, Any]:
