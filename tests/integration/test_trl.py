@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.tiny_tokenizer import TOOL
-from tlora_megatron.config.rules import shipped_template
+from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.training.data.rows import learnt_parts, parse_row
 from tlora_megatron.training.data.tokenize import TokenSequence, load_tokenizer, tokenize_rows
 
@@ -83,9 +83,7 @@ def ours(row: dict[str, Any], template: str) -> TokenSequence:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_ids_masks_and_texts_are_those_of_trl(name: str, tmp_path: Path) -> None:
-    file = shipped_template(name)
-    assert file is not None
-    template = file.read_text()
+    template = shipped_templates()[name].read_text()
     theirs = [other or row for row, other in ROWS.values()]
     asked = {"base": str(BASE), "template": template, "public": PUBLIC[name], "rows": theirs}
     result = subprocess.run(

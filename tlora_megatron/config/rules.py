@@ -197,10 +197,11 @@ def resolve_job_paths(
 ) -> JobSpec:
     """Makes the job's paths, which start at a folder, absolute; refuses missing ones."""
 
-    def file(key: str, value: str) -> str:
+    def file(key: str, value: str, remedy: str = "") -> str:
         if files_may_be_missing:
             return resolve(value, folder)
-        remedy = "tlora data import fetches a data set" if _HUB_NAME.fullmatch(value) else ""
+        if _HUB_NAME.fullmatch(value) and not remedy:
+            remedy = "tlora data import fetches a data set"
         return existing_file(value, folder, f"{path}.{key}", remedy)
 
     def files(key: str, value: str | tuple[str, ...] | None) -> Any:
@@ -217,8 +218,8 @@ def resolve_job_paths(
         return found
 
     template = job.data.chat_template
-    if template is not None and shipped_template(template) is None:
-        template = file("data.chat_template", template)
+    if template is not None and template not in (ours := shipped_templates()):
+        template = file("data.chat_template", template, f"ours are {', '.join(ours)}")
     return replace(
         job,
         data=replace(
@@ -232,14 +233,13 @@ def resolve_job_paths(
     )
 
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]*[\w-]")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.(jsonl?|gz|parquet)$)[\w.-]+")
 
 
-def shipped_template(name: str) -> Path | None:
-    """The file of a chat template in configs/chat_templates; None if there is none of that name."""
+def shipped_templates() -> dict[str, Path]:
+    """The chat templates of configs/chat_templates by their names."""
     folder = shipped_folder("configs/chat_templates", "config/chat_templates", "qwen3.jinja")
-    found = folder / f"{name}.jinja"
-    return found if found.name in {path.name for path in folder.glob("*.jinja")} else None
+    return {path.stem: path for path in sorted(folder.glob("*.jinja"))}
 
 
 def existing_file(value: str, folder: Path, path: str, remedy: str = "") -> str:

@@ -15,7 +15,7 @@ import yaml
 
 from tlora_megatron.config.documents import mistake_words, parse_document
 from tlora_megatron.config.reader import ConfigError, must
-from tlora_megatron.config.rules import shipped_template
+from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.config.sections import as_job_list, plain
 from tlora_megatron.files import UserFiles
 from tlora_megatron.service.api.gate import Caller
@@ -195,9 +195,10 @@ class References:
             for key in ("train", "eval"):
                 if key in data:
                     found["data"][key] = self._data(data[key], f"{path}.data.{key}")
-            template = data.get("chat_template")
-            if isinstance(template, str) and shipped_template(template) is None:
-                found["data"]["chat_template"] = self.file(template, f"{path}.data.chat_template")
+            template, names = data.get("chat_template"), shipped_templates()
+            if isinstance(template, str) and template not in names:  # one is a program
+                rule = f"be one of {', '.join(names)}"
+                raise must(f"{path}.data.chat_template", rule, template)
         for key in ("init_from", "resume_from"):
             if isinstance(entry.get(key), str):
                 found[key] = self.folder(entry[key], f"{path}.{key}")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlora_megatron.config.job import JobSpec, files_in
-from tlora_megatron.config.rules import shipped_template
+from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.training.data.contents import raw_rows
 from tlora_megatron.training.data.rows import Row, learnt_parts, parse_row
 from tlora_megatron.training.data.tokenize import (
@@ -106,7 +106,7 @@ class JsonlFile:
         named, key = self.job.data.chat_template, "data.chat_template"
         if named is None:
             return Contents(files, None)
-        shipped = shipped_template(named)
+        shipped = shipped_templates().get(named)
         found = shipped.read_bytes() if shipped else content(Path(named), key)
         try:
             return Contents(files, found.decode("utf-8"))

@@ -31,7 +31,7 @@ from tests.helpers.tiny_tokenizer import (
     tiny_tokenizer,
 )
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.config.rules import shipped_template
+from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.training.data import tokenize
 from tlora_megatron.training.data.job_data import load_job_data
 from tlora_megatron.training.data.rows import learnt_parts, parse_row, read_messages
@@ -155,13 +155,11 @@ CHATS = {
 
 
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS.keys())
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gpt_oss"])
+@pytest.mark.parametrize("name", shipped_templates())
 def test_blocks_of_our_templates_begin_where_a_model_is_asked(
     name: str, messages: list[dict[str, Any]]
 ) -> None:
-    file = shipped_template(name)
-    assert file is not None
-    blocks = file.read_text()
+    blocks = shipped_templates()[name].read_text()
     (row,) = learnt_parts(parse_row(json.dumps(chat_of(messages)).encode(), ""), "last")
     plain = re.sub(r"\{%- (end)?generation %\}", "", blocks)
     found, expected = (tokenize_rows([row], TOKENIZER, each)[0] for each in (blocks, plain))
