@@ -247,7 +247,7 @@ def test_names_that_can_be_a_folder_are_kept(folder: Path, name: str) -> None:
          "must name each base linear once, got down_proj and linear_fc2"),
         ({"data": {"train": "no.jsonl"}}, "data.train must be an existing file, got .*no.jsonl"),
         ({"data": {"train": "."}}, "data.train must be an existing file"),
-        ({"data": {"train": ["a.jsonl", "b/c.jsonl"]}}, r"train\[1\] must be an .*/b/c.jsonl'(?!;)"),
+        ({"data": {"train": ["a.jsonl", "b/c.jsonl"]}}, r"n\[1\] must be an .*/b/c.jsonl'(?!;)"),
         ({"data": {"train": []}}, "data.train must not be empty"),
         ({"data": {"train": "org/n"}}, "existing file, .*/org/n'; tlora data import fetches a da"),
         ({"data": {"train": "a.jsonl", "chat_template": "qwen9"}}, "; ours are gpt_oss, q"),
