@@ -144,4 +144,4 @@ def test_a_data_set_is_imported_once_and_its_table_means_the_same(tmp_path: Path
     ]
     run("-c", MAKE_TABLE.replace("org/name", "plain"), said=json.dumps([{"text": "a"}] * 2))
     check = (*tlora, "check", "plain/train.parquet", "--base", BASE, "--json")
-    assert json.loads(run(*check))["forms"] == {"text": 2}
+    assert json.loads(run(*check))["rows"] == 2

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby, islice
@@ -203,7 +202,7 @@ def describe_job(
     if num_shown is None:
         return {**found, "row": list(_parts(data.train[plan.indices(0)[0]], tokenizer))}
     shown = [list(_parts(sequence, tokenizer)) for sequence in data.train[:num_shown]]
-    return {**found, "forms": dict(_forms(job)), "shown": shown}
+    return {**found, "shown": shown}
 
 
 def print_data(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
@@ -222,9 +221,6 @@ def print_data(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
     for name, data in jobs.items():
         for error in data.get("errors", ()):
             console.print(f"error: {error}", style="red")
-        if forms := data.get("forms"):
-            told = ", ".join(f"{count:,} of {form}" for form, count in forms.items())
-            console.print(f"rows: {told}", style="bold")
         shown = [data["row"]] if "row" in data else data.get("shown", [])
         which = "the first row that it trains on" if "row" in data else "its first rows"
         if shown:
@@ -239,15 +235,6 @@ def print_data(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
 
 def _keys(columns: Any) -> list[str]:
     return [column.replace(" ", "_") for column in columns]
-
-
-def _forms(job: JobSpec) -> Counter[str]:
-    """How many rows have which format."""
-    from tlora_megatron.training.data.jsonl_file import files_of
-    from tlora_megatron.training.data.rows import parse_row
-
-    train, _ = files_of(job)
-    return Counter(parse_row(*raw).kind for raw in train.raw_rows(train.read()))
 
 
 def _bad_lines(job: JobSpec) -> Iterator[str]:

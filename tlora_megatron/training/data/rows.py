@@ -25,9 +25,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 FORMS: dict[str, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "messages": ("messages",),
-    "text": ("text",),
     "sharegpt": ("conversations",),
     "alpaca": ("instruction", "output"),
+    "text": ("text",),
 }
 _OPTIONAL = ("tools", "chat_template_kwargs", "parallel_tool_calls")
 """Keys that a chat may have beside its messages; the last one is OpenAI's, and changes no text."""
