@@ -34,7 +34,8 @@ examples:
 
 _PREFIX = "TLORA_"
 VARIABLES = (
-    *("BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS", "SERVICE", "TOKEN"),
+    *("ATTENTION", "BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS"),
+    *("SERVICE", "TOKEN"),
 )
 """Variables of the environment that the package reads, each behind the prefix."""
 
