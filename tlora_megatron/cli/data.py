@@ -102,9 +102,8 @@ def run_check(args: argparse.Namespace) -> int:
     tokenizer = TokenizerFolder(base).tokenizer
     with listen_to_warnings() as told:
         found = describe_job(job, tokenizer, spec.vocab_size, num_shown=args.rows)
-    found = {
-        key: value for key, value in found.items() if key not in _keys(("eval rows", *_OF_STEPS))
-    }
+    for key in _keys(("eval rows", *_OF_STEPS)):
+        found.pop(key, None)
     found["warnings"] = [warning.getMessage() for warning in told]
     if args.json:
         print(json.dumps({"kind": "data", **found}, indent=2))
@@ -124,34 +123,29 @@ def run_import(args: argparse.Namespace) -> int:
     from tlora_megatron.training.data.rows import FORMS, keys_of, parse_row
 
     rows = datasets.load_dataset(args.name, args.config, split=args.split, revision=args.revision)
-    columns = list(rows.column_names)
-    forms = [args.format] if args.format else list(FORMS)
-    form = next((f for f in forms if f in FORMS and set(FORMS[f]) <= set(columns)), None)
-    if form is None:
-        rule = f"be one of {', '.join(FORMS)}, with its columns in the data set"
-        raise must("--format", rule, args.format, f"the columns are {', '.join(columns)}")
-    kept = [column for column in columns if column in keys_of(form)]
-    written, bad = 0, []
+    columns = rows.column_names
+    forms = [form for form, keys in FORMS.items() if set(keys) <= set(columns)]
+    form = args.format or next(iter(forms), None)
+    if form not in forms:
+        rule = f"be one of {', '.join(forms) or 'none'}, whose columns are there"
+        raise must("--format", rule, form, f"the columns are {', '.join(columns)}")
+    kept, bad = [column for column in columns if column in keys_of(form)], []
     with replacing(Path(args.out), mode=0o666) as file:
-        for number, row in enumerate(rows.select_columns(kept), start=1):
-            fields = without_nulls(row)
+        for number, row in enumerate(map(without_nulls, rows.select_columns(kept)), start=1):
             try:
-                parse_row(fields, f"{args.name} row {number}")
+                parse_row(row, f"{args.name} row {number}")
             except ValueError as error:
                 if not args.skip_bad:
                     raise
                 bad.append(str(error))
-                continue
-            file.write(json.dumps(fields, ensure_ascii=False).encode() + b"\n")
-            written += 1
-        if not written:
+            else:
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        if len(bad) == len(rows):
             raise must(args.name, "have a row that can be learnt", bad[0] if bad else "none")
-    console, left = open_console(), [column for column in columns if column not in kept]
-    console.print(f"{args.out}: {written:,} rows of the form {form}")
-    if left:
-        console.print(f"columns left out: {', '.join(left)}", style="yellow")
-    if bad:
-        console.print(f"{len(bad):,} rows left out, the first since {bad[0]}", style="yellow")
+    told, left = f"{len(rows) - len(bad):,} rows of the form {form}", set(columns) - set(kept)
+    told += f"; columns left out: {', '.join(sorted(left))}" if left else ""
+    told += f"; {len(bad):,} rows left out, the first since {bad[0]}" if bad else ""
+    open_console().print(f"{args.out}: {told}")
     return 0
 
 
