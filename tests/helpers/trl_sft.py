@@ -29,34 +29,26 @@ def main() -> None:
     public = Path(trl.__file__).parent / "chat_templates" / f"{asked['public']}.jinja"
 
     def told(row: dict[str, Any]) -> dict[str, Any]:
-        is_chat = "text" not in row and not isinstance(row.get("prompt"), str)
+        messages = row.get("messages")
+        if isinstance(row.get("prompt"), list):
+            messages = row["prompt"] + row["completion"]
         as_text = {"tools": json.dumps(row["tools"])} if "tools" in row else {}
+        only = messages is not None
         settings = trl.SFTConfig(
-            assistant_only_loss=is_chat,
-            max_length=None,
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            disable_tqdm=True,
+            assistant_only_loss=only, max_length=None, use_cpu=True, bf16=False, report_to=[]
         )
+        data = datasets.Dataset.from_list([{**row, **as_text}])
         trainer = trl.SFTTrainer(
-            model,
-            args=settings,
-            train_dataset=datasets.Dataset.from_list([{**row, **as_text}]),
-            processing_class=tokenizer,
+            model, args=settings, train_dataset=data, processing_class=tokenizer
         )
         (made,) = trainer.train_dataset
-        learnt = [label != -100 for label in made.get("labels", made["input_ids"])]
-        found = {"ids": made["input_ids"], "learnt": learnt}
-        if is_chat:
-            messages = row.get("messages") or row["prompt"] + row["completion"]
-            (found["text"],), _ = render_jinja_template(
-                [messages],
-                tools=row.get("tools"),
-                chat_template=public.read_text(),
-                **row.get("chat_template_kwargs", {}),
+        ids, text = made["input_ids"], None
+        if messages is not None:
+            (text,), _ = render_jinja_template(
+                [messages], tools=row.get("tools"), chat_template=public.read_text()
             )
-        return found
+        learnt = [label != -100 for label in made.get("labels", ids)]
+        return {"ids": ids, "learnt": learnt, "text": text}
 
     with contextlib.redirect_stdout(sys.stderr):
         rows = [told(row) for row in asked["rows"]]

@@ -13,8 +13,8 @@ import pytest
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.config.rules import shipped_templates
-from tlora_megatron.training.data.rows import learnt_parts, parse_row
-from tlora_megatron.training.data.tokenize import TokenSequence, load_tokenizer, tokenize_rows
+from tlora_megatron.training.data.rows import parse_row
+from tlora_megatron.training.data.tokenize import load_tokenizer, tokenize_rows
 
 BASE = REPO / "configs" / "quickstart" / "base"
 PUBLIC = {"qwen3": "qwen3", "qwen3_5": "qwen3_5_think", "gpt_oss": "gptoss"}
@@ -44,62 +44,56 @@ SPEC = {
 }
 SCHEMA = {"type": "object", "properties": SPEC, "required": ["city"]}
 LARGE = {"type": "function", "function": {**TOOL["function"], "parameters": SCHEMA}}
+
+
+def chat(*messages: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    return {"messages": list(messages), **keys}
+
+
+PARTS = {"role": "user", "content": [{"type": "text", "text": "SF?"}]}
+TURNS = [{"from": "human", "value": "SF?"}, {"from": "gpt", "value": "It is 20C."}]
 ROWS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
-    "calls, content null": (
-        {"messages": [ASK, called(json.dumps(ARGUMENTS)), RESULT, TOLD], "tools": [TOOL]},
-        {"messages": [ASK, called(ARGUMENTS, ""), RESULT, TOLD], "tools": [TOOL]},
-    ),
-    "call at the end": (
-        {"messages": [SYSTEM, ASK, called(ARGUMENTS)], "tools": [LARGE]},
-        {"messages": [SYSTEM, ASK, called(ARGUMENTS, "")], "tools": [LARGE]},
-    ),
-    "tools alone": ({"messages": [ASK, TOLD], "tools": [TOOL]}, None),
-    "several turns": ({"messages": [SYSTEM, *MULTI]}, None),
-    "reasoning": ({"messages": [ASK, {**TOLD, "reasoning_content": "Hm."}]}, None),
-    "parts": (
-        {"messages": [{**ASK, "content": [{"type": "text", "text": "SF?"}]}, TOLD]},
-        {"messages": [ASK, TOLD]},
-    ),
-    "ShareGPT": (
-        {"conversations": [{"from": "human", "value": "SF?"}, {"from": "gpt", "value": "Yes"}]},
-        {"messages": [ASK, message("assistant", "Yes")]},
-    ),
-    "Alpaca": (
-        {"instruction": "SF?", "output": "Yes"},
-        {"messages": [ASK, message("assistant", "Yes")]},
-    ),
+    "calls": (chat(ASK, called(json.dumps(ARGUMENTS)), RESULT, TOLD, tools=[TOOL]),
+     chat(ASK, called(ARGUMENTS, ""), RESULT, TOLD, tools=[TOOL])),
+    "call at the end": (chat(SYSTEM, ASK, called(ARGUMENTS), tools=[LARGE]),
+     chat(SYSTEM, ASK, called(ARGUMENTS, ""), tools=[LARGE])),
+    "tools alone": (chat(ASK, TOLD, tools=[TOOL]), None),
+    "several turns": (chat(SYSTEM, *MULTI), None),
+    "reasoning": (chat(ASK, {**TOLD, "reasoning_content": "Hm."}), None),
+    "parts": (chat(PARTS, TOLD), chat(ASK, TOLD)),
+    "ShareGPT": ({"conversations": TURNS}, chat(ASK, TOLD)),
+    "Alpaca": ({"instruction": "SF?", "output": "It is 20C."}, chat(ASK, TOLD)),
     "conversational completion": ({"prompt": MULTI[:3], "completion": MULTI[3:]}, None),
     "completion": ({"prompt": "a b", "completion": " c"}, None),
     "text": ({"text": "a b</s>"}, None),
-}
+}  # fmt: skip
 """Row -> as TRL has it where that differs."""
-
-
-def ours(row: dict[str, Any], template: str) -> TokenSequence:
-    parsed = parse_row(json.dumps(row).encode(), "")
-    (part,) = learnt_parts(parsed, "all")
-    return tokenize_rows([part], load_tokenizer(BASE), template)[0]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_ids_masks_and_texts_are_those_of_trl(name: str, tmp_path: Path) -> None:
-    template = shipped_templates()[name].read_text()
+    template, tokenizer = shipped_templates()[name].read_text(), load_tokenizer(BASE)
     theirs = [other or row for row, other in ROWS.values()]
     asked = {"base": str(BASE), "template": template, "public": PUBLIC[name], "rows": theirs}
-    result = subprocess.run(
-        [os.environ["TRL_PYTHON"], str(REPO / "tests/helpers/trl_sft.py")],
-        input=json.dumps(asked), cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S,
-    )  # fmt: skip
-    assert result.returncode == 0, result.stderr[-5000:]
-    expected = json.loads(result.stdout)
-    assert len(expected) == len(ROWS)
-    for (shape, (row, _)), told in zip(ROWS.items(), expected, strict=True):
-        found = ours(row, template)
-        assert found.tokens.tolist() == told["ids"], shape
+    expected = json.loads(run(tmp_path, REPO / "tests/helpers/trl_sft.py", said=json.dumps(asked)))
+    rows = [parse_row(row, shape) for shape, (row, _) in ROWS.items()]
+    found = tokenize_rows(rows, tokenizer, template)
+    for row, sequence, told in zip(rows, found, expected, strict=True):
+        assert sequence.tokens.tolist() == told["ids"], row.where
         learnt = [False, *told["learnt"][1:]]  # nothing comes before the first token
-        assert found.is_target.tolist() == learnt, shape
-        if "text" in told:
-            assert load_tokenizer(BASE).decode(found.tokens) == told["text"], shape
+        assert sequence.is_target.tolist() == learnt, row.where
+        assert told["text"] in (None, tokenizer.decode(sequence.tokens)), row.where
+
+
+def run(folder: Path, *words: object, code: int = 0, said: str = "") -> str:
+    """What a script says in TRL's interpreter."""
+    env = {**os.environ, "PYTHONPATH": str(REPO), "HF_HOME": str(folder / "hub")}
+    result = subprocess.run(
+        [os.environ["TRL_PYTHON"], *map(str, words)],
+        input=said, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S,
+    )  # fmt: skip
+    assert result.returncode == code, result.stdout + result.stderr[-5000:]
+    return result.stdout or result.stderr
 
 
 MAKE_TABLE = """
@@ -112,34 +106,19 @@ parquet.write_table(Table.from_pylist(json.load(sys.stdin)), "org/name/train.par
 
 
 def test_a_data_set_is_imported_once_and_its_table_means_the_same(tmp_path: Path) -> None:
-    def run(*words: object, code: int = 0, said: str = "") -> str:
-        env = {**os.environ, "PYTHONPATH": str(REPO), "HF_HOME": str(tmp_path / "hub")}
-        result = subprocess.run(
-            [os.environ["TRL_PYTHON"], *map(str, words)],
-            input=said, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=HANG_S,
-        )  # fmt: skip
-        assert result.returncode == code, result.stdout + result.stderr
-        return result.stdout + result.stderr
-
-    rows = [
-        {"id": 1, "messages": [ASK, called(json.dumps(ARGUMENTS)), RESULT, TOLD]},
-        {"id": 2, "messages": [ASK, TOLD]},
-        {"id": 3, "messages": [ASK]},
-    ]
-    run("-c", MAKE_TABLE, said=json.dumps(rows))
-    tlora = ("-m", "tlora_megatron.cli", "data")
-    fetch = (*tlora, "import", "org/name", "--out", "x.jsonl")
-    assert "a chat must have an answer of weight 1 (role assistant), got none: org/name row 3" in (
-        run(*fetch, code=2)
-    )
+    good = [chat(ASK, called(json.dumps(ARGUMENTS)), RESULT, TOLD), chat(ASK, TOLD)]
+    rows = [{**row, "id": 7} for row in (*good, chat(ASK))]
+    run(tmp_path, "-c", MAKE_TABLE, said=json.dumps(rows))
+    fetch = ("-m", "tlora_megatron.cli", "data", "import", "org/name", "--out", "x.jsonl")
+    error = "a chat must have an answer of weight 1 (role assistant), got none: org/name row 3"
+    assert error in run(tmp_path, *fetch, code=2)
     assert not (tmp_path / "x.jsonl").exists()
     told = "x.jsonl: 2 rows of the form messages; columns left out: id; 1 rows left out, the first"
-    assert told in run(*fetch, "--skip-bad")
-    assert run(*fetch, "--format", "text", code=2).count("the columns are id, messages") == 1
+    assert told in run(tmp_path, *fetch, "--skip-bad")
+    assert "columns are messages, id" in run(tmp_path, *fetch, "--format", "text", code=2)
     lines = (tmp_path / "x.jsonl").read_bytes().splitlines()
-    assert [parse_row(line, "").fields["messages"] for line in lines] == [
-        parse_row({"messages": row["messages"]}, "").fields["messages"] for row in rows[:2]
-    ]
-    run("-c", MAKE_TABLE.replace("org/name", "plain"), said=json.dumps([{"text": "a"}] * 2))
-    check = (*tlora, "check", "plain/train.parquet", "--base", BASE, "--json")
-    assert json.loads(run(*check))["rows"] == 2
+    assert [parse_row(line, "") for line in lines] == [parse_row(row, "") for row in good]
+    table = MAKE_TABLE.replace("org/name", "t")
+    run(tmp_path, "-c", table, said='[{"text": "a", "messages": null}, {"text": "b"}]')
+    check = ("-m", "tlora_megatron.cli", "data", "check", "t/train.parquet", "--base", BASE)
+    assert json.loads(run(tmp_path, *check, "--json"))["rows"] == 2

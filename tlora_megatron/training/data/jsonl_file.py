@@ -62,11 +62,10 @@ class JsonlFile:
     @property
     def where(self) -> str:
         """Job and files, for errors."""
-        more = f" and {len(self.paths) - 1} more" if len(self.paths) > 1 else ""
-        return f"{self._where(self.paths[0])}{more}"
+        return self._where(*self.paths)
 
-    def _where(self, path: Path) -> str:
-        return f"job {self.job.name!r}, {path}"
+    def _where(self, *paths: Path) -> str:
+        return f"job {self.job.name!r}, {' and '.join(map(str, paths))}"
 
     def load(self, tokenizer: Any, vocab_size: int) -> LoadedFile:
         """Reads and tokenizes the file; warnings tell how much of it was cut, and what

@@ -196,7 +196,11 @@ def _read_chat(form: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         return read(fields["prompt"], fields["completion"], names=names)
     if form == "messages":
         return read(fields["messages"])
-    return read(from_sharegpt(fields) if form == "sharegpt" else from_alpaca(fields))
+    if form == "sharegpt":
+        return read(from_sharegpt(fields))
+    for key in ("instruction", "input", "output"):
+        _check_text(fields.get(key) or "", key)
+    return read(from_alpaca(fields))
 
 
 def _unlearnt(message: dict[str, Any]) -> dict[str, Any]:
