@@ -47,12 +47,11 @@ row is one of these:
   The completion alone is learnt, with the end-of-sequence token that is appended to it.
 - `messages` are written by the chat template. What the assistant says is learnt with its end of
   turn, but for answers with `"weight": 0`; a warning tells when no token that stops generation
-  ends an answer. Messages and rows are as OpenAI has them, with `tools` and calls, or with
-  `reasoning_content` (`thinking`, `reasoning`) and `chat_template_kwargs`. Arguments of calls are
-  objects, or JSON of objects.
+  ends an answer. Rows may have OpenAI's `tools` and calls, `reasoning_content` (`thinking`,
+  `reasoning`) and `chat_template_kwargs`; a call's arguments are an object, or JSON of one.
 - `text` is learnt as a whole, with the tokenizer's own special tokens. Write an end-of-sequence
   token where a text should end.
-- Also chats: `prompt` and `completion` as lists of messages, of which answers in `completion` are
+- Also chats: `prompt` and `completion` as lists of messages, of which the latter's answers are
   learnt; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`.
 
 Any other key is an error with its row, as is everything in a chat that the template passes over;
