@@ -5,7 +5,8 @@
         hf_liger --mixes "512 a step" "1024 a step" "2048 a step" "4096 a step" "8192 a step"
 
 Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
-`full micro-batch` fills one micro-batch exactly; in `512 a step` all steps have so many tokens.
+`full micro-batch` fills one micro-batch exactly; in `512 a step` all steps have so many tokens, in
+sequences of at most `--longest`.
 
 Modes: `gemms` is the products of forward and input gradients alone, `floor` all that the frozen
 backbone does for them; `adapters` runs the same micro-batches with all jobs' branches and factor
@@ -158,7 +159,8 @@ class Bench:
         )  # fmt: skip
         mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
         for name in EQUAL_STEPS:
-            mixes.append(equal_steps(name, vocab_size=vocab_size, dropout=args.dropout))
+            sizes = {"vocab_size": vocab_size, "dropout": args.dropout, "longest": args.longest}
+            mixes.append(equal_steps(name, **sizes))
         chosen = [mix for mix in mixes if mix.name in args.mixes]
         for mix in chosen:
             say(f"{mix.name}: sequences of {mean_length(mix):.0f} tokens in the mean")
@@ -295,6 +297,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sequence-parallel", action="store_true")
     add("--recompute", default="none", choices=["none", "selective", "full"])
     add("--tokens", type=int, default=8192, help="rows of a micro-batch")
+    add("--longest", type=int, default=1024, help="of a sequence in mixes of equal steps")
     add("--lengths", type=Path, help="CSV of real lengths; default: drawn from its quantiles")
     add("--target-share", type=float, default=1.0, help="of each sequence's tokens, batch mixes")
     add("--dropout", type=float, default=0.0)
