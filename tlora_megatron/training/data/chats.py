@@ -210,11 +210,11 @@ class _Marks:
 
 
 def _refuse_missing(path: str) -> None:
-    remedy = "leave it out, or take a base whose template writes it"
+    remedy = "leave it out, or name a template that writes it (data.chat_template)"
     if path.endswith(REASONING):
         remedy = "leave it out, give that answer weight 0, or set data.learn: each"
     raise ValueError(
-        f"{path} must be written by the chat template, and the base's passes over it: {remedy}"
+        f"{path} must be written by the chat template, and this one passes over it: {remedy}"
     )
 
 

@@ -174,7 +174,7 @@ class JsonlFile:
         """Tells in the log how many sequences were cut or left out, and what never ends."""
         if loaded.num_endless:
             logger.warning(
-                "%s: the base's chat template ends %d answers with no token that stops generation; "
+                "%s: the chat template ends %d answers with no token that stops generation; "
                 "a model that learns them does not stop: let the template write the end of an "
                 "answer, or name its token as eos_token_id in generation_config.json",
                 self.where, loaded.num_endless,

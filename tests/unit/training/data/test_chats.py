@@ -212,7 +212,7 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize(("template", "messages", "path"), LOST.values(), ids=LOST.keys())
 def test_what_a_template_omits(template: str, messages: list[dict[str, Any]], path: str) -> None:
-    rule = "must be written by the chat template, and the base's passes over it"
+    rule = "must be written by the chat template, and this one passes over it"
     with pytest.raises(ValueError, match=f"^{path} {rule}: .*: f line 1$"):
         tokenized(template, messages, tools=[TOOL])
 
@@ -293,7 +293,7 @@ def test_answers_that_never_end_are_told_once(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(count)
     if count:
-        assert f"train.jsonl: the base's chat template ends {count} answers with no tok" in told[0]
+        assert f"train.jsonl: the chat template ends {count} answers with no tok" in told[0]
         assert "does not stop" in told[0]
 
 
