@@ -31,24 +31,19 @@ def raw_rows(content: bytes, where: str) -> Iterator[tuple[Any, str]]:
             raise ValueError(f"a gzipped file must be whole, got {error}: {where}") from error
     content = content.removeprefix(_BOM)
     if content.startswith(_PARQUET):
-        yield from _numbered(_table(content, where), where)
+        rows = _table(content, where)
     elif content.lstrip()[:1] == b"[":
         try:
             rows = json.loads(content)
         except (ValueError, RecursionError) as error:
             rule = "a file that begins with [ must be one JSON array"
             raise ValueError(f"{rule}, got {error}: {where}") from error
-        yield from _numbered(rows, where)
     else:
         # Not splitlines: JSON strings may hold U+2028 and other breaks as they are.
-        for number, line in enumerate(content.split(b"\n"), start=1):
-            if line.strip():
-                yield line, f"{where} line {number}"
-
-
-def _numbered(rows: list[Any], where: str) -> Iterator[tuple[Any, str]]:
-    for number, row in enumerate(rows, start=1):
-        yield row, f"{where} row {number}"
+        lines = enumerate(content.split(b"\n"), start=1)
+        yield from ((line, f"{where} line {number}") for number, line in lines if line.strip())
+        return
+    yield from ((row, f"{where} row {number}") for number, row in enumerate(rows, start=1))
 
 
 def _table(content: bytes, where: str) -> list[Any]:
