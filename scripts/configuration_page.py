@@ -35,7 +35,7 @@ leave out what the trainer's own arguments decide.
 - Relative paths in `base_model` and in jobs start at the file's folder, `run.output_dir` at the
   working directory.
 
-## Rows of data
+## Lines of data
 A data file holds JSON lines, one JSON array, or with `.[data]` a Parquet table; gzipped or not. A
 row is one of these:
 ```
