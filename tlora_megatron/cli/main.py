@@ -42,7 +42,8 @@ VARIABLES = (
 logger = logging.getLogger(__name__)
 
 _COMMANDS = {
-    **{name: name for name in ("train", "inspect", "convert", "plan", "profile", "simulate")},
+    **{name: name for name in ("train", "inspect", "data", "convert", "plan")},
+    **{name: name for name in ("profile", "simulate")},
     "doctor": "doctor",
     "serve": "service.serve",
     "submit": "service.jobs:add_submit_parser",

@@ -53,18 +53,42 @@ def rule(doc: str, *, default: Any = ..., **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """The data of a job: JSON lines of prompt/completion, messages or text."""
+    """The data of a job: rows of chats, prompt/completion or text."""
 
-    train: str = rule(
-        "JSONL file with the training data, relative to the configuration file", nonempty=True
+    train: str | tuple[str, ...] = rule(
+        "file with the training data, or a list of files, relative to the configuration file",
+        nonempty=True,
     )
-    eval: str | None = rule(
-        "JSONL file with the evaluation data; null: no evaluation", default=None
+    eval: str | tuple[str, ...] | None = rule(
+        "the same of the evaluation data; null: no evaluation", default=None, nonempty=True
     )
-    overlong: Literal["truncate", "error"] = rule(
-        "sequences longer than max_seq_len: cut and count them, or refuse the job",
+    chat_template: str | None = rule(
+        "Jinja file that writes chats, or the name of one of configs/chat_templates; null: the "
+        "base's, by which sampling writes them",
+        default=None,
+        nonempty=True,
+    )
+    learn: Literal["all", "last", "each"] = rule(
+        "a chat's answers that are learnt: all at once, the last one, or each in a sequence that "
+        "ends with it",
+        default="all",
+    )
+    overlong: Literal["truncate", "error", "split"] = rule(
+        "sequences longer than max_seq_len: cut and count them, refuse the job, or split text",
         default="truncate",
     )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files, those for training first."""
+        return files_in(self.train) + files_in(self.eval)
+
+
+def files_in(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The files that `data.train` or `data.eval` names."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 
+from tlora_megatron.config.job import files_in
 from tlora_megatron.service.prepare.submission import (
     Outcome,
     PrepareRules,
@@ -185,11 +186,10 @@ class _Worker:
 
 def _data_bytes(submission: Submission) -> int:
     """The size of a job's files, as far as they are there."""
-    total = 0
-    for path in dict(submission.document.get("data") or {}).values():
-        if isinstance(path, str):
-            with suppress(OSError):
-                total += os.stat(path).st_size
+    total, data = 0, dict(submission.document.get("data") or {})
+    for path in (*files_in(data.get("train")), *files_in(data.get("eval"))):
+        with suppress(OSError):
+            total += os.stat(path).st_size
     return total
 
 

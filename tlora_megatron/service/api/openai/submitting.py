@@ -41,7 +41,8 @@ _KEYS = (
     *("lora.expert_rank", "lora.expert_sharing"),
     *("optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
     *("schedule.name", "schedule.warmup_steps", "schedule.warmup_ratio", "schedule.min_lr"),
-    *("max_seq_len", "max_steps", "eval_every_steps", "on_nonfinite", "data.overlong"),
+    *("max_seq_len", "max_steps", "eval_every_steps", "on_nonfinite"),
+    *("data.overlong", "data.learn", "data.chat_template"),
     *_SERVICE,
 )
 _SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
