@@ -91,6 +91,8 @@ def _rows(kind: Any, prefix: str) -> list[tuple[str, str, str, str]]:
             continue
         doc = item.metadata["doc"].replace("|", "\\|").replace("None", "null")
         rows.append((f"`{prefix}{item.name}`", _value(hint, item), _default(item), doc))
+        for option in filter(is_dataclass, get_args(hint)):
+            rows += _rows(option, f"{prefix}{item.name}.")
     return rows
 
 

@@ -195,6 +195,36 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceSpec:
+    """The loss of a job whose data are pairs of answers (`ops.frozen.pair_losses`)."""
+
+    loss: Literal["dpo", "orpo", "simpo"] = rule(
+        "dpo compares with the adapter as the job starts; orpo and simpo need no reference",
+        default="dpo",
+    )
+    beta: float = rule("scale of rewards; of orpo weight of the odds ratio", default=0.1, gt=0)
+    label_smoothing: float = rule(
+        "share of pairs whose two answers are taken to be mixed up", default=0.0, ge=0, lt=0.5
+    )
+    margin: float = rule(
+        "simpo: by so much the chosen answer's reward is to be above the other's",
+        default=0.5,
+        ge=0,
+    )
+    sft_weight: float | None = rule(
+        "weight of the cross entropy of chosen answers, a mean over their tokens. null: 1 with "
+        "orpo, else 0",
+        default=None,
+        ge=0,
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares with log-probabilities of the job as it starts."""
+        return self.loss == "dpo"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceSpec:
     """What a job asks of a service that runs many on one cluster; `tlora train` ignores it."""
 
@@ -271,9 +301,19 @@ class JobSpec:
     seed: int = rule(
         "seed of the adapter's initial values, the order of its data, and dropout", default=0, ge=0
     )
+    preference: PreferenceSpec | None = rule(
+        "makes the data pairs of a chosen and a rejected answer: batch_size counts pairs, "
+        "max_seq_len is each answer's",
+        default=None,
+    )
     driven: bool = rule(
         "a client of `tlora serve` sends its batches and asks for its steps (see tinker.md): no "
         "data, steps, optimizer or schedule of its own",
         default=False,
     )
     service: ServiceSpec = ServiceSpec()
+
+    @property
+    def num_sides(self) -> int:
+        """Sequences of one example: two of a pair."""
+        return 1 if self.preference is None else 2

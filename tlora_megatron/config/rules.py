@@ -50,6 +50,7 @@ LEFT_OUT_IF_DRIVEN = (
     "schedule",
     "eval_every_steps",
     "on_nonfinite",
+    "preference",
 )
 """Keys whose values come with a client's requests, or that have no meaning."""
 PORTION_STEP_TOKENS = 1024

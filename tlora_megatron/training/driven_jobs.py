@@ -39,7 +39,8 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB, Request
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, SentTokens
+from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, owners
+from tlora_megatron.training.packing.row_arrays import SentTokens
 
 NO_DATA = JobData(train=(), eval=(), num_truncated=0, num_dropped=0)
 """The data of a job that gets its tokens from a client."""
@@ -267,14 +268,14 @@ def collect(
         jobs: in slot order.
         nll_T: negative log-probabilities of the rows that ran; anything in other jobs' rows.
     """
-    nll_T = micro_batch.restore_order(nll_T)
+    nll_T, documents = micro_batch.restore_order(nll_T), owners(items)
     begin, found = 0, dict[int, tuple[list[np.ndarray], list[np.ndarray]]]()
     for piece in micro_batch.packed.view.pieces:
         rows = np.arange(begin, begin + piece.length)
         begin += piece.length
-        if piece.index >= len(items):  # padding
+        if piece.index >= len(documents):  # padding
             continue
-        slot, item, _ = items[piece.index]
+        slot, item, _ = documents[piece.index][0]
         if item.sent is not None:
             here, there = found.setdefault(slot, ([], []))
             here.append(rows)

@@ -30,6 +30,7 @@ from tlora_megatron.training.packing.packing import (
 )
 from tlora_megatron.training.packing.portions import FilledRound, RoundRule
 from tlora_megatron.training.packing.round_packer import RoundPacker
+from tlora_megatron.training.preference import Scores, collect_pairs, named, sum_pairs
 from tlora_megatron.training.round_timing import BusyShare, RateCorrection, RoundTiming
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
@@ -61,6 +62,8 @@ class StepReport(NamedTuple):
     tokens: int
     target_tokens: int
     time_s: float
+    scores: Scores
+    """Those of a batch of pairs; empty for other jobs."""
 
 
 class SuperModel(Generic[EngineT]):
@@ -212,18 +215,34 @@ class SuperModel(Generic[EngineT]):
             self._micro_batches, self._contents, losses, strict=False
         ):
             self._add_losses(micro_batch, losses_T)
+            if micro_batch.executed.pairs is not None and self.groups.counts_losses:
+                collect_pairs([job.pairs for job in self.jobs], micro_batch, items, losses_T)
             if micro_batch.packed.sent is not None and self.groups.counts_losses:
                 collect(self.jobs, micro_batch, items, losses_T)
         self._micro_batches, self._contents = [], []
         self._rounds += 1
         complete = self._end_placeholders()
+        scores = self._sum_pairs(complete)
         requests = [self._request(slot) for slot in complete]
         exact = self.round_shape.exactness is not None
         outcomes = step_adapters(self.bank, self.groups, requests, exact=exact)
         round_s = time.perf_counter() - self._round_begin_s
         for job in self.jobs:
             job.batch_time_s += round_s
-        return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
+        return [
+            self._report(self.jobs[slot], outcome, scores.get(slot))
+            for slot, outcome in zip(complete, outcomes, strict=True)
+        ]
+
+    def _sum_pairs(self, complete: Sequence[int]) -> dict[int, Tensor]:
+        """Gives complete batches of pairs their losses; returns their scores by slot."""
+        own = {slot: self.jobs[slot] for slot in complete}
+        batches = {slot: job.pairs for slot, job in own.items() if job.pairs is not None}
+        found = dict(zip(batches, sum_pairs([*batches.values()]), strict=True))
+        for slot, (loss, _) in found.items():
+            # The world's losses are summed: one rank counts it.
+            own[slot].loss = loss.float() * self.groups.is_writer
+        return {slot: scores for slot, (_, scores) in found.items()}
 
     def evaluate(
         self, jobs: Sequence[JobState], on_part: Callable[[], None] = lambda: None
@@ -299,7 +318,7 @@ class SuperModel(Generic[EngineT]):
         for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             if not length or slot == view.num_slots:
                 continue
-            if (job := self.jobs[slot]).is_driven:
+            if (job := self.jobs[slot]).is_driven or job.pairs is not None:
                 continue
             assert job.loss is not None, f"job {job.name} has rows but no batch"
             job.loss.add_(sums_G[index])
@@ -309,10 +328,11 @@ class SuperModel(Generic[EngineT]):
         assert job.loss is not None, f"job {job.name} steps without a batch"
         return StepRequest(slot, job.spec.optimizer, job.lr, job.updates, job.loss)
 
-    def _report(self, job: JobState, outcome: StepOutcome) -> StepReport:
+    def _report(self, job: JobState, outcome: StepOutcome, scores: Tensor | None) -> StepReport:
         lr, time_s = job.lr, job.batch_time_s
         tokens, target_tokens = job.end_batch()
         job.updates += outcome.applied
         job.nonfinite_in_a_row = 0 if outcome.applied else job.nonfinite_in_a_row + 1
         job.last_loss = outcome.loss
-        return StepReport(job, outcome, lr, tokens, target_tokens, time_s)
+        found = {} if scores is None else named(scores)
+        return StepReport(job, outcome, lr, tokens, target_tokens, time_s, found)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_megatron.config.job import JobSpec
+from tlora_megatron.training.data.preferences import parse_pair
 from tlora_megatron.training.data.rows import Row, parse_row
 from tlora_megatron.training.data.tokenize import (
     TokenSequence,
@@ -29,9 +30,9 @@ class LoadedFile:
 
     sequences: Sequence[TokenSequence]
     num_truncated: int
-    """Sequences that were cut to max_seq_len and kept."""
+    """Sequences, or pairs, that were cut to max_seq_len and kept."""
     num_dropped: int
-    """Sequences left out because the cut left no target."""
+    """Sequences, or pairs, left out because the cut left no target."""
     num_endless: int = 0
     """Answers of chats that no token ends which stops generation."""
 
@@ -49,6 +50,10 @@ class JsonlFile:
     def where(self) -> str:
         """Job and file, for errors."""
         return f"job {self.job.name!r}, {self.path}"
+
+    @property
+    def _what(self) -> str:
+        return "sequence" if self.job.preference is None else "pair"
 
     def load(self, tokenizer: Any, vocab_size: int) -> LoadedFile:
         """Reads and tokenizes the file; warnings tell how much of it was cut, and what
@@ -94,26 +99,32 @@ class JsonlFile:
             raise ValueError(f"{self.key} must hold at least one line, got none: {self.where}")
         kept: list[TokenSequence] = []
         num_truncated = num_endless = 0
+        sides, is_cut = self.job.num_sides, False
         stops = stop_tokens(tokenizer)
         for begin in range(0, len(rows), _ROWS_PER_CALL):
             chunk = rows[begin : begin + _ROWS_PER_CALL]
+            example: list[TokenSequence | None] = []
             for row, whole in zip(chunk, tokenize_rows(chunk, tokenizer), strict=True):
                 _check_sequence(whole, vocab_size, row.where)
                 if row.kind == "messages":
                     num_endless += count_endless(whole, tokenizer, stops)
-                sequence = self._fit(whole, row.where)
-                if sequence is not None:
-                    kept.append(sequence)
-                    num_truncated += sequence is not whole
+                example.append(self._fit(whole, row.where))
+                is_cut = is_cut or example[-1] is not whole
+                if len(example) == sides:  # a pair of which one side has no target goes whole
+                    if None not in example:
+                        kept += [sequence for sequence in example if sequence is not None]
+                        num_truncated += is_cut
+                    example, is_cut = [], False
         if not kept:
             raise ValueError(
-                f"{self.key} must hold at least one sequence with a target in its first "
-                f"max_seq_len {self.job.max_seq_len} tokens, got {len(rows)} without: {self.where}"
+                f"{self.key} must hold at least one {self._what} with a target in its first "
+                f"max_seq_len {self.job.max_seq_len} tokens, got {len(rows) // sides} without: "
+                f"{self.where}"
             )
         return LoadedFile(
             sequences=tuple(kept),
             num_truncated=num_truncated,
-            num_dropped=len(rows) - len(kept),
+            num_dropped=(len(rows) - len(kept)) // sides,
             num_endless=num_endless,
         )
 
@@ -128,16 +139,19 @@ class JsonlFile:
             )  # fmt: skip
         if loaded.num_truncated or loaded.num_dropped:
             logger.warning(
-                "%s: %d of %d sequences cut to max_seq_len %d, %d more dropped with no target left",
-                self.where, loaded.num_truncated, len(loaded.sequences) + loaded.num_dropped,
+                "%s: %d of %d %ss cut to max_seq_len %d, %d more dropped with no target left",
+                self.where, loaded.num_truncated,
+                len(loaded.sequences) // self.job.num_sides + loaded.num_dropped, self._what,
                 self.job.max_seq_len, loaded.num_dropped,
             )  # fmt: skip
 
     def _rows(self, content: bytes) -> Iterator[Row]:
         # Not splitlines: JSON strings may hold U+2028 and other breaks as they are.
         for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-            if line.strip():
+            if line.strip() and self.job.preference is None:
                 yield parse_row(line, f"{self.where} line {number}")
+            elif line.strip():
+                yield from parse_pair(line, f"{self.where} line {number}")
 
     def _fit(self, sequence: TokenSequence, where: str) -> TokenSequence | None:
         """The sequence cut to max_seq_len; None if no target is left."""

@@ -32,12 +32,12 @@ from tlora_megatron.training.packing.packing import (
     Placed,
     Round,
     RoundShape,
-    RowArrays,
     SplitBatch,
     documents_of,
     fill_rows,
     on_device,
     pack,
+    pair_rows,
     round_up,
 )
 from tlora_megatron.training.packing.portions import (
@@ -50,6 +50,7 @@ from tlora_megatron.training.packing.portions import (
     form_teams,
     with_recompute,
 )
+from tlora_megatron.training.packing.row_arrays import RowArrays
 
 
 class PackedRound(NamedTuple):
@@ -214,7 +215,7 @@ class RoundPacker:
             return [None] * len(bins)
         multiple = row_multiple(self.groups)
         rows = [
-            [padded_rows(documents_of(part), (0, len(part)), multiple)[0] for part in p]
+            [padded_rows(documents_of(part), (0, 2 * len(part)), multiple)[0] for part in p]
             for p in parts
         ]
         num_rows = self._fixed_rows or max(max(map(sum, rows)), multiple)
@@ -262,9 +263,10 @@ class RoundPacker:
         order = shard_order(filled, layout.tp_size if layout.sequence_parallel else 1)
         joined = RowArrays.join([*map(fill_rows, contents, filled)])
         batch = on_device(join_nano_batches(views), joined, order, device)
+        places = _places(parts, filled, order)
+        pairs = pair_rows([*itertools.chain(*parts)], places, device)
         return SplitBatch(
-            replace(batch, order=to_device(order, device)),
-            to_device(_places(parts, filled, order), device),
+            replace(batch, order=to_device(order, device), pairs=pairs), to_device(places, device)
         )
 
     def _pack_of_team(self, placed: Sequence[Placed], team: CpTeam) -> MicroBatch:

@@ -40,7 +40,7 @@ SHAPES: dict[str, tuple[dict[str, Any], str | None]] = {
     "ShareGPT": ({"conversations": [{"from": "human", "value": "hi"}]}, OTHER_KEYS),
     "Alpaca": ({"instruction": "hi", "input": "", "output": "x"}, OTHER_KEYS),
     "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"},
-     "^chosen must be left out: it is preference data, which is not trained here"),
+     "^chosen must be left out: it is preference data, which needs the job.s section pref"),
     "OpenAI's pairs": ({"input": chat(ASK), "preferred_output": [TOLD],
       "non_preferred_output": [TOLD]}, "^preferred_output must be left out: it is preference data"),
     "unpaired preferences": ({"prompt": "a", "completion": "b", "label": False},

@@ -1,0 +1,205 @@
+"""A job of pairs while it trains: its reference, its batches, and what is reported of them.
+
+The reference is the job as it starts: evaluations score its pairs once before the first step. Two
+numbers a pair are kept in `jobs/NAME/reference.safetensors` with the first checkpoint, by which
+whoever goes on from there finds them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+from torch import Tensor
+
+from tlora_megatron.config.job import JobSpec, PreferenceSpec
+from tlora_megatron.files import write_atomic
+from tlora_megatron.ops.frozen.losses import segment_sums
+from tlora_megatron.ops.frozen.pair_losses import PAIR_KINDS, PairTerms, pair_losses
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.training.data.job_data import BatchPlan, JobData
+from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.packing.packing import (
+    Item,
+    MicroBatch,
+    Placed,
+    Rejected,
+    batch_items,
+    owners,
+)
+
+REFERENCE_FILE = "reference.safetensors"
+SCORES = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""Means over pairs, by TRL's names."""
+Scores = Mapping[str, float]
+
+
+class Reference(NamedTuple):
+    """Log-probabilities of both sides of all pairs, fp32 `[pairs, 2]`; NaN = no step takes it."""
+
+    train: np.ndarray
+    eval: np.ndarray
+
+    @classmethod
+    def zeros(cls, data: JobData) -> Reference:
+        """That of a loss that has none."""
+        return cls(*(np.zeros((len(part) // 2, 2), np.float32) for part in (data.train, data.eval)))
+
+    @classmethod
+    def read(cls, folder: Path, job: JobSpec, data: JobData, plan: BatchPlan) -> Reference:
+        """Reads the one that a job's folder holds.
+
+        Raises:
+            ValueError: if it is missing or damaged, or lacks a pair that the job's steps take.
+        """
+        path = folder / REFERENCE_FILE
+        where = f"job {job.name!r}: {path} must hold the log-probabilities of the job's start"
+        try:
+            found = cls(**load_file(path))
+        except (OSError, SafetensorError, TypeError) as error:
+            raise ValueError(f"{where}, got: {error}") from error
+        empty = cls.zeros(data)
+        if (found.train.shape, found.eval.shape) != (empty.train.shape, empty.eval.shape):
+            sizes = f"{len(found.train)} and {len(found.eval)}"
+            raise ValueError(
+                f"{where} for its {len(empty.train)} pairs and {len(empty.eval)} of data.eval, got "
+                f"{sizes}"
+            )
+        missing = int(np.isnan(found.train[drawn_pairs(plan)]).any(axis=1).sum())
+        if missing:
+            raise ValueError(
+                f"{where} for all pairs that its steps take, got none for {missing} of them; give "
+                "max_steps or epochs as before"
+            )
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Writes it into a job's folder, whole or not at all."""
+        write_atomic(folder / REFERENCE_FILE, save(self._asdict()))
+
+
+def drawn_pairs(plan: BatchPlan) -> list[int]:
+    """The pairs that a job's steps take, in ascending order."""
+    if plan.num_epochs >= 1:
+        return list(range(plan.num_sequences))
+    return sorted(set(itertools.chain(*map(plan.indices, range(plan.num_steps)))))
+
+
+def sides_of(sequences: Sequence[TokenSequence], pairs: Sequence[int]) -> list[TokenSequence]:
+    """The chosen and the rejected side of each of the pairs."""
+    return [sequences[2 * pair + side] for pair in pairs for side in (0, 1)]
+
+
+def pair_items(
+    sides: Sequence[TokenSequence], spec: PreferenceSpec, reference_P2: np.ndarray
+) -> list[Item]:
+    """A batch of pairs, weighted so that their losses add up to the batch's.
+
+    Args:
+        sides: of each pair the chosen and the rejected one.
+    """
+    targets = [int(side.is_target.sum()) for side in sides]
+    default = 1.0 if spec.loss == "orpo" else 0.0
+    sft = (default if spec.sft_weight is None else spec.sft_weight) / sum(targets[::2])
+    weight, items = 2 / len(sides), []
+    for index, item in enumerate(batch_items(sides)):
+        if index % 2 == 0:
+            terms = PairTerms(
+                kind=PAIR_KINDS[spec.loss],
+                beta=spec.beta,
+                smoothing=spec.label_smoothing,
+                margin=spec.margin if spec.loss == "simpo" else 0.0,
+                reference_chosen=float(reference_P2[index // 2, 0]),
+                reference_rejected=float(reference_P2[index // 2, 1]),
+                chosen_tokens=targets[index],
+                rejected_tokens=targets[index + 1],
+                weight=weight,
+                sft=sft,
+            )
+            rejected = Rejected(sides[index + 1], terms)
+            items.append(replace(item, index=index // 2, weight=weight, rejected=rejected))
+    return items
+
+
+@dataclass(slots=True)
+class PairBatch:
+    """Log-probabilities of a batch of pairs as its rounds find them."""
+
+    terms_KP: Tensor
+    logps_G: Tensor
+    """fp64: this rank's parts."""
+
+    @classmethod
+    def of(cls, items: Sequence[Item], device: torch.device) -> PairBatch:
+        """One whose pairs have not run."""
+        terms = [item.rejected.terms for item in items if item.rejected is not None]
+        terms_KP = torch.tensor(terms, dtype=torch.float64).t().contiguous()
+        zeros_G = torch.zeros(2 * len(terms), dtype=torch.float64, device=device)
+        return cls(to_device(terms_KP, device), zeros_G)
+
+
+def collect_pairs(
+    batches: Sequence[PairBatch | None],
+    micro_batch: MicroBatch,
+    items: Sequence[Placed],
+    nll_T: Tensor,
+) -> None:
+    """Adds what rows of pairs report to their batches, which are in slot order."""
+    view, documents = micro_batch.packed.view, owners(items)
+    lengths_G = to_device(torch.tensor([piece.length for piece in view.pieces]), nll_T.device)
+    exact = view.exactness is not None
+    sums_G = segment_sums(micro_batch.restore_order(nll_T), lengths_G, exact=exact).double()
+    found = dict[int, tuple[list[int], list[int]]]()
+    for number, piece in enumerate(view.pieces):
+        # The padding's piece, if any, has no item.
+        if piece.index < len(documents) and (own := documents[piece.index])[0].item.rejected:
+            here, there = found.setdefault(own[0].slot, ([], []))
+            here.append(number)
+            there.append(2 * own[0].item.index + own[1])
+    for slot, places in found.items():
+        batch = batches[slot]
+        assert batch is not None, "rows of pairs have a batch"
+        here_N, there_N = (to_device(torch.tensor(part), nll_T.device) for part in places)
+        batch.logps_G.index_add_(0, there_N, -sums_G[here_N])
+
+
+def sum_pairs(batches: Sequence[PairBatch]) -> list[tuple[Tensor, Tensor]]:
+    """Loss `[]` and scores `[6]` of each complete batch, fp64; one all-reduce over the world.
+
+    A document runs on one rank that counts, or in parts on those that share its rows.
+    """
+    if not batches:
+        return []
+    joined = torch.cat([batch.logps_G for batch in batches])
+    dist.all_reduce(joined)
+    parts = joined.split([len(batch.logps_G) for batch in batches])
+    return [summed(part, batch.terms_KP) for part, batch in zip(parts, batches, strict=True)]
+
+
+def summed(logps_G: Tensor, terms_KP: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss `[]` and scores `[6]` of a batch of pairs, fp64."""
+    logps_P2 = logps_G.view(-1, 2)
+    loss_P, _, reward_P2 = pair_losses(logps_P2, terms_KP)
+    margin_P = reward_P2[:, 0] - reward_P2[:, 1]
+    columns = [*reward_P2.t(), (margin_P > 0).double(), margin_P, *logps_P2.t()]
+    return loss_P.sum(), torch.stack(columns).mean(dim=1)
+
+
+def named(scores: Tensor) -> Scores:
+    """Scores by name; waits for the device."""
+    return dict(zip(SCORES, scores.tolist(), strict=True))
