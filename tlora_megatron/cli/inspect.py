@@ -222,31 +222,31 @@ def _describe(job: JobSpec, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     except ValueError as error:
         return {"errors": list(islice(_bad_lines(job), _MOST_BAD_LINES)) or [str(error)]}
     plan = BatchPlan.for_job(job, len(data.train))
+    first = range(plan.indices(0)[0] * job.num_sides, len(data.train))[: job.num_sides]
     return {
-        "rows": len(data.train),
-        "eval_rows": len(data.eval),
+        "rows": plan.num_sequences,
+        "eval_rows": len(data.eval) // job.num_sides,
         "cut": data.num_truncated,
         "left_out": data.num_dropped,
         "tokens": sum(len(sequence.tokens) for sequence in data.train),
         "learnt": sum(int(sequence.is_target.sum()) for sequence in data.train),
         "longest": max(len(sequence.tokens) for sequence in data.train),
-        "steps_an_epoch": -(-len(data.train) // job.batch_size),
+        "steps_an_epoch": -(-plan.num_sequences // job.batch_size),
         "steps": plan.num_steps,
         "epochs": round(plan.num_epochs, 2),
-        "row": list(_parts(data.train[plan.indices(0)[0]], tokenizer)),
+        "row": [part for i in first for part in _parts(data.train[i], tokenizer)],
     }
 
 
 def _bad_lines(job: JobSpec) -> Iterator[str]:
     """What is wrong with each line that is no row."""
     from tlora_megatron.training.data.jsonl_file import files_of
-    from tlora_megatron.training.data.rows import parse_row
 
     for file in filter(None, files_of(job)):
         for number, line in enumerate(file.read().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
             try:
                 if line.strip():
-                    parse_row(line, f"{file.where} line {number}")
+                    file.parse(line, number)
             except ValueError as error:
                 yield str(error)
 

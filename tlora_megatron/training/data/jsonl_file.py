@@ -148,10 +148,15 @@ class JsonlFile:
     def _rows(self, content: bytes) -> Iterator[Row]:
         # Not splitlines: JSON strings may hold U+2028 and other breaks as they are.
         for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
-            if line.strip() and self.job.preference is None:
-                yield parse_row(line, f"{self.where} line {number}")
-            elif line.strip():
-                yield from parse_pair(line, f"{self.where} line {number}")
+            if line.strip():
+                yield from self.parse(line, number)
+
+    def parse(self, line: bytes, number: int) -> tuple[Row, ...]:
+        """The rows of a line that is not empty: one, or two of a pair."""
+        where = f"{self.where} line {number}"
+        if self.job.preference is None:
+            return (parse_row(line, where),)
+        return parse_pair(line, where)
 
     def _fit(self, sequence: TokenSequence, where: str) -> TokenSequence | None:
         """The sequence cut to max_seq_len; None if no target is left."""

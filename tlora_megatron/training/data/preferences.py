@@ -45,6 +45,17 @@ def parse_pair(line: bytes, where: str) -> tuple[Row, Row]:
     return chosen_row, rejected_row
 
 
+def is_pair(line: bytes) -> bool:
+    """True if a line is meant to be a pair, as far as its keys say."""
+    if not any(f'"{key}"'.encode() in line for key in (*_SIDES, *_OPENAI)):
+        return False
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and not fields.keys().isdisjoint((*_SIDES, *_OPENAI))
+
+
 def _pair(fields: Any) -> dict[str, Any]:
     """The fields of a pair by TRL's names, those left out that are null."""
     if not isinstance(fields, dict):

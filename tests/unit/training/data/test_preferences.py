@@ -12,6 +12,7 @@ import pytest
 
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, tiny_tokenizer
 from tlora_megatron.config.job import DataSpec, JobSpec, PreferenceSpec
+from tlora_megatron.service.api.openai.uploads import LineCheck
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
 
 TOKENIZER = tiny_tokenizer()
@@ -56,6 +57,9 @@ def test_sides_are_supervised_rows_of_which_the_answer_is_learnt(
     else:
         silent = [ASK, {**ANSWERED, "weight": 0}, ASK]
         rows = [{"messages": [*silent, answer]} for answer in (GOOD, BAD)]
+    check = LineCheck("f")
+    check.feed(json.dumps(row).encode() + b"\n")
+    assert check.kinds == {"pairs": 1}
     expected, found = load(tmp_path, *rows, pairs=False).train, load(tmp_path, row).train
     assert len(found) == 2
     for own, plain in zip(found, expected, strict=True):
