@@ -41,6 +41,7 @@ A line of a data file is one of these:
 {"prompt": "What is 2 + 2? ", "completion": "4"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 {"text": "all of it is learnt"}
+{"prompt": "What is 2 + 2? ", "chosen": "4", "rejected": "5"}
 ```
 - `prompt` and `completion` are tokenized apart, the prompt with the tokenizer's own special tokens.
   The completion alone is learnt, with the end-of-sequence token that is appended to it: do not
@@ -50,6 +51,9 @@ A line of a data file is one of these:
   tells when no token that stops generation ends an answer. A message may also have `name`,
   `tool_calls`, `tool_call_id` and `reasoning_content` (`thinking`, `reasoning`); a line `tools` and
   `chat_template_kwargs` for the template. Arguments of calls are objects, or JSON of objects.
+- `chosen` and `rejected`, texts or messages, are the data of jobs with `preference`, by TRL's or
+  OpenAI's names; without a prompt, it is what both begin with. Only answers are learnt, by orpo's
+  cross entropy, too. Metrics have TRL's names.
 - `text` is learnt as a whole, with the tokenizer's own special tokens. Write an end-of-sequence
   token where a text should end.
 

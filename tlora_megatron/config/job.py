@@ -199,21 +199,18 @@ class PreferenceSpec:
     """The loss of a job whose data are pairs of answers (`ops.frozen.pair_losses`)."""
 
     loss: Literal["dpo", "orpo", "simpo"] = rule(
-        "dpo compares with the adapter as the job starts; orpo and simpo need no reference",
+        "dpo compares with the job as it starts; orpo and simpo need no reference",
         default="dpo",
     )
-    beta: float = rule("scale of rewards; of orpo weight of the odds ratio", default=0.1, gt=0)
-    label_smoothing: float = rule(
-        "share of pairs whose two answers are taken to be mixed up", default=0.0, ge=0, lt=0.5
-    )
+    beta: float = rule("scale of rewards; of orpo the odds ratio's weight", default=0.1, gt=0)
+    label_smoothing: float = rule("share of pairs taken to be mixed up", default=0.0, ge=0, lt=0.5)
     margin: float = rule(
-        "simpo: by so much the chosen answer's reward is to be above the other's",
+        "of simpo: between the two rewards",
         default=0.5,
         ge=0,
     )
     sft_weight: float | None = rule(
-        "weight of the cross entropy of chosen answers, a mean over their tokens. null: 1 with "
-        "orpo, else 0",
+        "weight of the chosen answers' mean cross entropy. null: 1 with orpo, else 0",
         default=None,
         ge=0,
     )
@@ -302,8 +299,7 @@ class JobSpec:
         "seed of the adapter's initial values, the order of its data, and dropout", default=0, ge=0
     )
     preference: PreferenceSpec | None = rule(
-        "makes the data pairs of a chosen and a rejected answer: batch_size counts pairs, "
-        "max_seq_len is each answer's",
+        "makes the data pairs, which batch_size counts; max_seq_len is that of each side",
         default=None,
     )
     driven: bool = rule(
