@@ -18,14 +18,13 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, batch_items
 from tlora_megatron.training.preference import (
-    PairBatch,
     Reference,
     Scores,
     drawn_pairs,
     named,
     pair_items,
+    scored,
     sides_of,
-    summed,
 )
 
 
@@ -86,8 +85,8 @@ class JobState:
     """Begins no batch for now, though it is active and keeps its slot."""
     reference: Reference | None = None
     """Of a job of pairs; None = they are not scored yet."""
-    pairs: PairBatch | None = None
-    """The pairs of the current batch."""
+    nll_T: Tensor | None = None
+    """`-log p` of rows of clients or of pairs, fp32; 0 in those that another rank runs."""
 
     @property
     def name(self) -> str:
@@ -145,8 +144,7 @@ class JobState:
             return EvalResult(sum(losses) / targets, sum(w == 0 for w in wrong) / count)
         assert self.reference is not None, "its pairs have been scored"
         items = pair_items(self.data.eval, self.spec.preference, self.reference.eval)
-        terms_KP = PairBatch.of(items, torch.device("cpu")).terms_KP
-        loss, scores = summed(-torch.tensor(losses, dtype=torch.float64), terms_KP)
+        loss, scores = scored(-torch.tensor(losses, dtype=torch.float64), items)
         exact = sum(w == 0 for w in wrong[::2]) / len(items)
         return EvalResult(float(loss), exact, named(scores))
 
@@ -183,7 +181,8 @@ class JobState:
             return sides_of(self.data.train, indices)
         return [self.data.train[i] for i in indices]
 
-    def _items(self, step: int) -> list[Item]:
+    def items(self, step: int) -> list[Item]:
+        """A step's global batch as it is packed."""
         if self.spec.preference is None:
             return batch_items(self.batch(step))
         assert self.reference is not None, f"job {self.name} steps without a reference"
@@ -196,7 +195,7 @@ class JobState:
             return self.queue
         step = self.step + 1
         if self.upcoming is None or self.upcoming[0] != step:
-            self.upcoming = step, self._items(step)
+            self.upcoming = step, self.items(step)
         return self.upcoming[1]
 
     def begin_batch(self, device: torch.device) -> None:
@@ -204,9 +203,9 @@ class JobState:
         if self.loss is None and not self.is_held:
             ahead, self.upcoming = self.upcoming, None
             is_made = ahead is not None and ahead[0] == self.step
-            self.queue = ahead[1] if ahead and is_made else self._items(self.step)
+            self.queue = ahead[1] if ahead and is_made else self.items(self.step)
             if self.spec.preference is not None:
-                self.pairs = PairBatch.of(self.queue, device)
+                self.nll_T = torch.zeros(sum(item.length for item in self.queue), device=device)
             self.loss = torch.zeros((), device=device)
             self.batch_time_s = 0.0
 
@@ -218,7 +217,7 @@ class JobState:
         self.tokens += tokens
         self.target_tokens += targets
         self.step += 1
-        self.loss = self.pairs = None
+        self.loss = self.nll_T = None
         return tokens, targets
 
     def placeholder(self) -> JobState:

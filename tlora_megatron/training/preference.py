@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,14 +27,7 @@ from tlora_megatron.ops.frozen.pair_losses import PAIR_KINDS, PairTerms, pair_lo
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
-from tlora_megatron.training.packing.packing import (
-    Item,
-    MicroBatch,
-    Placed,
-    Rejected,
-    batch_items,
-    owners,
-)
+from tlora_megatron.training.packing.packing import Item, Rejected, batch_items, terms_of
 
 REFERENCE_FILE = "reference.safetensors"
 SCORES = (
@@ -136,65 +129,28 @@ def pair_items(
     return items
 
 
-@dataclass(slots=True)
-class PairBatch:
-    """Log-probabilities of a batch of pairs as its rounds find them."""
-
-    terms_KP: Tensor
-    logps_G: Tensor
-    """fp64: this rank's parts."""
-
-    @classmethod
-    def of(cls, items: Sequence[Item], device: torch.device) -> PairBatch:
-        """One whose pairs have not run."""
-        terms = [item.rejected.terms for item in items if item.rejected is not None]
-        terms_KP = torch.tensor(terms, dtype=torch.float64).t().contiguous()
-        zeros_G = torch.zeros(2 * len(terms), dtype=torch.float64, device=device)
-        return cls(to_device(terms_KP, device), zeros_G)
-
-
-def collect_pairs(
-    batches: Sequence[PairBatch | None],
-    micro_batch: MicroBatch,
-    items: Sequence[Placed],
-    nll_T: Tensor,
-) -> None:
-    """Adds what rows of pairs report to their batches, which are in slot order."""
-    view, documents = micro_batch.packed.view, owners(items)
-    lengths_G = to_device(torch.tensor([piece.length for piece in view.pieces]), nll_T.device)
-    exact = view.exactness is not None
-    sums_G = segment_sums(micro_batch.restore_order(nll_T), lengths_G, exact=exact).double()
-    found = dict[int, tuple[list[int], list[int]]]()
-    for number, piece in enumerate(view.pieces):
-        # The padding's piece, if any, has no item.
-        if piece.index < len(documents) and (own := documents[piece.index])[0].item.rejected:
-            here, there = found.setdefault(own[0].slot, ([], []))
-            here.append(number)
-            there.append(2 * own[0].item.index + own[1])
-    for slot, places in found.items():
-        batch = batches[slot]
-        assert batch is not None, "rows of pairs have a batch"
-        here_N, there_N = (to_device(torch.tensor(part), nll_T.device) for part in places)
-        batch.logps_G.index_add_(0, there_N, -sums_G[here_N])
-
-
-def sum_pairs(batches: Sequence[PairBatch]) -> list[tuple[Tensor, Tensor]]:
+def sum_pairs(batches: Sequence[tuple[Sequence[Item], Tensor]]) -> list[tuple[Tensor, Tensor]]:
     """Loss `[]` and scores `[6]` of each complete batch, fp64; one all-reduce over the world.
 
-    A document runs on one rank that counts, or in parts on those that share its rows.
+    Args:
+        batches: all items of each, and this rank's `-log p` of their rows.
     """
     if not batches:
         return []
-    joined = torch.cat([batch.logps_G for batch in batches])
-    dist.all_reduce(joined)
-    parts = joined.split([len(batch.logps_G) for batch in batches])
-    return [summed(part, batch.terms_KP) for part, batch in zip(parts, batches, strict=True)]
+    joined = torch.cat([nll_T for _, nll_T in batches])
+    dist.all_reduce(joined)  # a row ran on one rank that counts
+    parts, found = joined.split([len(nll_T) for _, nll_T in batches]), []
+    for (items, _), nll_T in zip(batches, parts, strict=True):
+        lengths = torch.tensor([len(side.tokens) - 1 for item in items for side in item.sides])
+        sums_G = segment_sums(nll_T, to_device(lengths, nll_T.device), exact=True)
+        found.append(scored(-sums_G.double(), items))
+    return found
 
 
-def summed(logps_G: Tensor, terms_KP: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss `[]` and scores `[6]` of a batch of pairs, fp64."""
+def scored(logps_G: Tensor, items: Sequence[Item]) -> tuple[Tensor, Tensor]:
+    """Loss `[]` and scores `[6]` of a batch of pairs, fp64, from each side's log-probability."""
     logps_P2 = logps_G.view(-1, 2)
-    loss_P, _, reward_P2 = pair_losses(logps_P2, terms_KP)
+    loss_P, _, reward_P2 = pair_losses(logps_P2, to_device(terms_of(items), logps_G.device))
     margin_P = reward_P2[:, 0] - reward_P2[:, 1]
     columns = [*reward_P2.t(), (margin_P > 0).double(), margin_P, *logps_P2.t()]
     return loss_P.sum(), torch.stack(columns).mean(dim=1)

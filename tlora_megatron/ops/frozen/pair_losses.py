@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tlora_megatron.ops.frozen.losses import segment_sums
+from tlora_megatron.ops.frozen.losses import finite, segment_sums
 
 T = TypeVar("T", float, Tensor)
 
@@ -113,11 +113,7 @@ class PairRows(NamedTuple):
         if add is not None:
             add(sums_G)
         slope_P2 = pair_losses(-sums_G.double().view(-1, 2), self.terms_KP).slope_P2
-        weights_G = torch.nan_to_num(-slope_P2.flatten().float(), nan=0.0, posinf=0.0, neginf=0.0)
-        count = len(self.rows_R)
-        weights_R = torch.repeat_interleave(weights_G, self.lengths_G, output_size=count)
+        weights_R = torch.repeat_interleave(
+            finite(-slope_P2.flatten().float()), self.lengths_G, output_size=len(self.rows_R)
+        )
         return weights_T.index_copy(0, self.rows_R, weights_R)
-
-    def reported(self, losses_T: Tensor, nll_T: Tensor) -> Tensor:
-        """Returns the losses, in which rows of pairs are `-log p`."""
-        return losses_T.index_copy(0, self.rows_R, nll_T[self.rows_R])

@@ -21,6 +21,7 @@ from torch import Tensor
 from tlora_megatron.model.cp_dispatch import CpTeam
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.frozen.losses import row_weights
 from tlora_megatron.ops.frozen.pair_losses import PairRows, PairTerms
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
@@ -119,7 +120,7 @@ class Round:
     @property
     def most_documents(self) -> int:
         """Documents of the micro-batch that holds most of them."""
-        return max((len(owners(items)) for items in self.micro_batches), default=0)
+        return max((len(documents_of(items)) for items in self.micro_batches), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +164,7 @@ class PackedBatch:
     order: Tensor | None = None
     """Row of the view that each row of the tensors is, int64 `[T]`; None = the same row."""
     sent: SentBatch | None = None
-    """Values that clients sent with their rows; None = no row is a client's."""
+    """Rows that report `-log p`, and what clients sent with theirs; None = there are none."""
     pairs: PairRows | None = None
     """Rows of pairs; None = there are none."""
 
@@ -177,17 +178,16 @@ class PackedBatch:
         Args:
             add: sums over the ranks that share the micro-batch; None = this one has all rows.
         """
-        weights_T = self.weights
+        weights_T, told_T = self.weights, nll_T.detach()
+        if self.sent is not None:
+            weights_T = row_weights(told_T, weights_T, self.sent.inputs, self.sent.kinds)
         if self.pairs is not None:
             exact = self.view.exactness is not None
-            weights_T = self.pairs.weights(nll_T.detach(), weights_T, add, exact)
+            weights_T = self.pairs.weights(told_T, weights_T, add, exact)
         losses_T = nll_T * weights_T
-        reported_T = losses_T.detach()
-        if self.sent is not None:
-            losses_T, reported_T = self.sent.losses(nll_T, weights_T)
-        if self.pairs is not None:
-            reported_T = self.pairs.reported(reported_T, nll_T.detach())
-        return losses_T, reported_T
+        if self.sent is None:
+            return losses_T, losses_T.detach()
+        return losses_T, torch.where(self.sent.is_sent, told_T, losses_T.detach())
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of every row's token in its own document, int64 `[1, T]`."""
@@ -264,11 +264,6 @@ def pack(
     return replace(batch, pairs=pair_rows(placed, places, device))
 
 
-def owners(placed: Sequence[Placed]) -> list[tuple[Placed, int]]:
-    """The item of each document, and which side of it the document is."""
-    return [(p, side) for p in placed for side in range(1 if p.item.rejected is None else 2)]
-
-
 def documents_of(placed: Sequence[Placed]) -> list[Document]:
     """The slots and lengths that routing is made from."""
     documents = []
@@ -292,10 +287,8 @@ def pair_rows(placed: Sequence[Placed], places: Tensor, device: torch.device) ->
     """
     if not any(p.item.rejected is not None for p in placed):
         return None
-    begin, found, terms = 0, list[Tensor](), list[PairTerms[float]]()
+    begin, found = 0, list[Tensor]()
     for item in (p.item for p in placed):
-        if item.rejected is not None:
-            terms.append(item.rejected.terms)
         for side in item.sides:
             targets = torch.from_numpy(np.flatnonzero(side.is_target[1:]) + begin)
             begin += len(side.tokens) - 1
@@ -304,8 +297,14 @@ def pair_rows(placed: Sequence[Placed], places: Tensor, device: torch.device) ->
     return PairRows(
         rows_R=to_device(torch.cat(found), device),
         lengths_G=to_device(torch.tensor([len(part) for part in found]), device),
-        terms_KP=to_device(torch.tensor(terms, dtype=torch.float64).t().contiguous(), device),
+        terms_KP=to_device(terms_of([p.item for p in placed]), device),
     )
+
+
+def terms_of(items: Sequence[Item]) -> Tensor:
+    """Numbers of the losses of those items that are pairs, fp64 `[K, P]`."""
+    terms = [item.rejected.terms for item in items if item.rejected is not None]
+    return torch.tensor(terms, dtype=torch.float64).t().contiguous()
 
 
 def on_device(
@@ -338,6 +337,7 @@ def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
             target = sequence.is_target[1:]
             rows.labels[begin:end] = np.where(target, sequence.tokens[1:], 0)
             rows.weights[begin:end] = np.where(target, item.weight, 0.0)
+            rows.is_sent[begin:end] = target & (item.rejected is not None)
         else:
             rows.labels[begin:end], rows.weights[begin:end] = item.sent.targets, item.sent.weights
             rows.is_sent[begin:end], rows.kind[begin:end] = True, item.sent.kind

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, scaled_losses
+from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs
 from tlora_megatron.ops.host_copy import to_device
 
 
@@ -27,22 +27,14 @@ class SentTokens(NamedTuple):
 
 
 class SentBatch(NamedTuple):
-    """Values that clients sent with rows of a micro-batch, on the device."""
+    """Rows of a micro-batch that report `-log p`, and what clients sent with them; on the device."""
 
     is_sent: Tensor
-    """bool `[T]`: the row is a client's."""
+    """bool `[T]`: the row is a client's, or has a target of a pair."""
     kinds: frozenset[int]
     """Numbers of the losses that its rows have."""
     inputs: TokenInputs | None
     """None if cross entropy is the only loss."""
-
-    def losses(self, nll_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns losses to differentiate, and values to report: `-log p` of clients' rows.
-
-        Rows of other jobs have the bits of `nll_T * weights_T` in both.
-        """
-        losses_T = scaled_losses(nll_T, weights_T, self.inputs, self.kinds)
-        return losses_T, torch.where(self.is_sent, nll_T, losses_T).detach()
 
 
 class RowArrays(NamedTuple):
@@ -52,7 +44,7 @@ class RowArrays(NamedTuple):
     labels: np.ndarray
     weights: np.ndarray
     is_sent: np.ndarray
-    """bool `[T]`: the row is a client's."""
+    """bool `[T]`: see `SentBatch`."""
     kind: np.ndarray
     """int8 `[T]`: number of its loss."""
     inputs: np.ndarray
@@ -75,7 +67,7 @@ class RowArrays(NamedTuple):
         return cls(*(np.concatenate(values, axis=-1) for values in zip(*parts, strict=True)))
 
     def sent_on_device(self, rows: Tensor, device: torch.device) -> SentBatch | None:
-        """Copies what clients sent with the chosen rows; None if no row at all is a client's."""
+        """Copies what clients sent with the chosen rows; None if no row reports so."""
         if not self.is_sent.any():
             return None
         is_sent_T = to_device(torch.from_numpy(self.is_sent)[rows], device)
