@@ -15,6 +15,7 @@ from tests.helpers import preference_case as case
 from tests.helpers.scenario import records, summary_of
 from tests.helpers.scenario_worlds import World, cases_of, entry, layout_params, run_cases, worlds
 from tests.helpers.session import further
+from tests.helpers.train_worker import train_until
 
 SP = ("parallel.tp_size=2", "parallel.sequence_parallel=true")
 LAYOUTS: dict[int, dict[str, tuple[str, ...]]] = {
@@ -100,6 +101,13 @@ def test_one_sha256_alone_beside_others_and_after_kills(tmp_path: Path) -> None:
     )
     digests = {digest(tmp_path / name) for name in ("alone", "beside", "killed")}
     assert len(digests) == 1
+    document["jobs"][0] |= {"max_steps": 2 * case.STEPS}
+    alone.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="for all pairs of its steps and of"):
+        train_until(alone, tmp_path / "killed")
+    (tmp_path / "killed/jobs/dpo/reference.safetensors").unlink()
+    with pytest.raises(ValueError, match="must hold the log-probabilities of the job's start, got"):
+        train_until(alone, tmp_path / "killed")
 
 
 def digest(run: Path) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,11 +130,8 @@ class JobState:
         """
         count = len(self.data.eval)
         if self.lacks_reference:
-            logps_P2 = -np.array(losses, np.float32).reshape(-1, 2)
-            drawn = len(logps_P2) - count // 2
-            train_P2 = np.full((self.plan.num_sequences, 2), np.nan, np.float32)
-            train_P2[drawn_pairs(self.plan)] = logps_P2[:drawn]
-            self.reference = Reference(train_P2, logps_P2[drawn:])
+            logps = [-loss for loss in losses]
+            self.reference = Reference.of(self.data, drawn_pairs(self.plan), logps)
         if not count:
             return None
         losses, wrong = losses[-count:], wrong[-count:]

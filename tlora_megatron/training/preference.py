@@ -21,22 +21,18 @@ from safetensors.numpy import load_file, save
 from torch import Tensor
 
 from tlora_megatron.config.job import JobSpec, PreferenceSpec
-from tlora_megatron.files import write_atomic
+from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.ops.frozen.losses import segment_sums
 from tlora_megatron.ops.frozen.pair_losses import PAIR_KINDS, PairTerms, pair_losses
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
-from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.data.tokenize import TokenSequence, fingerprint
 from tlora_megatron.training.packing.packing import Item, Rejected, batch_items, terms_of
 
 REFERENCE_FILE = "reference.safetensors"
 SCORES = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("logps/chosen", "logps/rejected"),
 )
 """Means over pairs, by TRL's names."""
 Scores = Mapping[str, float]
@@ -47,18 +43,33 @@ class Reference(NamedTuple):
 
     train: np.ndarray
     eval: np.ndarray
+    eval_data: np.ndarray
+    """Fingerprint of the evaluation's sequences; checkpoints have that of the others."""
 
     @classmethod
-    def zeros(cls, data: JobData) -> Reference:
-        """That of a loss that has none."""
-        return cls(*(np.zeros((len(part) // 2, 2), np.float32) for part in (data.train, data.eval)))
+    def of(
+        cls, data: JobData, pairs: Sequence[int] = (), logps: Sequence[float] | None = None
+    ) -> Reference:
+        """The reference from what an evaluation of some pairs, and of `data.eval`, has found.
+
+        Args:
+            logps: None = the loss has no reference, so all are 0.
+        """
+        train_P2, eval_P2 = (
+            np.zeros((len(part) // 2, 2), np.float32) for part in (data.train, data.eval)
+        )
+        if logps is not None:
+            found_P2 = np.array(logps, np.float32).reshape(-1, 2)
+            train_P2[:] = np.nan
+            train_P2[list(pairs)], eval_P2[:] = np.split(found_P2, [len(pairs)])
+        return cls(train_P2, eval_P2, np.frombuffer(fingerprint(data.eval).encode(), np.uint8))
 
     @classmethod
     def read(cls, folder: Path, job: JobSpec, data: JobData, plan: BatchPlan) -> Reference:
         """Reads the one that a job's folder holds.
 
         Raises:
-            ValueError: if it is missing or damaged, or lacks a pair that the job's steps take.
+            ValueError: if it is missing or damaged, or of other pairs than the job takes.
         """
         path = folder / REFERENCE_FILE
         where = f"job {job.name!r}: {path} must hold the log-probabilities of the job's start"
@@ -66,24 +77,17 @@ class Reference(NamedTuple):
             found = cls(**load_file(path))
         except (OSError, SafetensorError, TypeError) as error:
             raise ValueError(f"{where}, got: {error}") from error
-        empty = cls.zeros(data)
-        if (found.train.shape, found.eval.shape) != (empty.train.shape, empty.eval.shape):
-            sizes = f"{len(found.train)} and {len(found.eval)}"
+        is_same = found.eval_data.tobytes().decode() == fingerprint(data.eval)
+        if not is_same or np.isnan(found.train[drawn_pairs(plan)]).any():
             raise ValueError(
-                f"{where} for its {len(empty.train)} pairs and {len(empty.eval)} of data.eval, got "
-                f"{sizes}"
-            )
-        missing = int(np.isnan(found.train[drawn_pairs(plan)]).any(axis=1).sum())
-        if missing:
-            raise ValueError(
-                f"{where} for all pairs that its steps take, got none for {missing} of them; give "
-                "max_steps or epochs as before"
+                f"{where} for all pairs of its steps and of data.eval, got others; give max_steps, "
+                "epochs and data.eval as before"
             )
         return found
 
     def write(self, folder: Path) -> None:
         """Writes it into a job's folder, whole or not at all."""
-        write_atomic(folder / REFERENCE_FILE, save(self._asdict()))
+        write_atomic(folder / REFERENCE_FILE, save(self._asdict()), mode=BY_UMASK)
 
 
 def drawn_pairs(plan: BatchPlan) -> list[int]:

@@ -27,7 +27,7 @@ class SentTokens(NamedTuple):
 
 
 class SentBatch(NamedTuple):
-    """Rows of a micro-batch that report `-log p`, and what clients sent with them; on the device."""
+    """Rows on the device that report `-log p`, and what clients sent with them."""
 
     is_sent: Tensor
     """bool `[T]`: the row is a client's, or has a target of a pair."""

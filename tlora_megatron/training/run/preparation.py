@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 _SECTIONS = ("optimizer", "schedule")
-_OWN = ("max_steps", "epochs", "portion_tokens", "on_nonfinite")
+_OWN = ("max_steps", "epochs", "portion_tokens", "on_nonfinite", "preference")
 
 
 def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
@@ -224,7 +224,7 @@ def prepare_job(
         )  # fmt: skip
     reference = None
     if job.preference is not None and not job.preference.has_reference:
-        reference = Reference.zeros(data)
+        reference = Reference.of(data)
     elif job.preference is not None and checkpoint is not None:
         reference = Reference.read(checkpoint.path.parents[1], job, data, plan)
     prepared = PreparedJob(
