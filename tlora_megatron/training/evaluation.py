@@ -14,7 +14,7 @@ from tlora_megatron.ops.frozen.losses import segment_sums
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.nano.rounds import NanoSwitch
-from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch, Placed
+from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch
 from tlora_megatron.training.packing.round_packer import RoundPacker
 
 
@@ -48,12 +48,14 @@ class Evaluation:
         self._jobs = jobs
         evaluated = {job.name for job in jobs}
         rows = {job.name: job.sequences_to_score for job in slots if job.name in evaluated}
-        self._queues = {
-            name: [Item(s, i, 0, 1.0) for i, s in enumerate(data)] for name, data in rows.items()
-        }
         ends = pairwise(accumulate(map(len, rows.values()), initial=0))
-        self._columns = dict(zip(rows, ends, strict=True))
+        self._columns = {name: slice(*pair) for name, pair in zip(rows, ends, strict=True)}
         """Columns of each job's sequences in the totals."""
+        # Without dropout a row's number keys nothing: a sequence's column is in its place.
+        self._queues = {
+            name: [Item(s, i, self._columns[name].start + i, 1.0) for i, s in enumerate(data)]
+            for name, data in rows.items()
+        }
         self._totals = torch.zeros(
             2, sum(map(len, rows.values())), dtype=torch.float64, device=device
         )
@@ -88,11 +90,9 @@ class Evaluation:
         left = zip(slots, packed.left, strict=True)
         self._queues |= {name: own for name, own in left if name in waiting}
         results = scorer.predict([batch.executed for batch in packed.micro_batches])
-        begins = [self._columns.get(name, (0, 0))[0] for name in slots]
-        scored = zip(packed.contents, packed.micro_batches, results, strict=False)
-        for items, batch, (losses_T, right_T) in scored:
+        for batch, (losses_T, right_T) in zip(packed.micro_batches, results, strict=False):
             if packer.groups.counts_losses:
-                self._add(begins, items, batch, losses_T, right_T)
+                self._add(batch, losses_T, right_T)
 
     def results(self) -> list[EvalResult | None]:
         """The scores once all rows have some; None for a job without evaluation rows.
@@ -103,18 +103,11 @@ class Evaluation:
         losses, wrong = self._totals.tolist() if self._totals.numel() else ([], [])
         results: list[EvalResult | None] = []
         for job in self._jobs:
-            begin, end = self._columns.get(job.name, (0, 0))
-            results.append(job.take_scores(losses[begin:end], wrong[begin:end]))
+            own = self._columns.get(job.name, slice(0))
+            results.append(job.take_scores(losses[own], wrong[own]))
         return results
 
-    def _add(
-        self,
-        begins: Sequence[int],
-        items: Sequence[Placed],
-        micro_batch: MicroBatch,
-        losses_T: Tensor,
-        right_T: Tensor,
-    ) -> None:
+    def _add(self, micro_batch: MicroBatch, losses_T: Tensor, right_T: Tensor) -> None:
         """Adds a micro-batch's sums to the totals of its sequences."""
         losses_T, right_T = map(micro_batch.restore_order, (losses_T, right_T))
         pieces = micro_batch.packed.view.pieces
@@ -122,13 +115,11 @@ class Evaluation:
         wrong_T = (micro_batch.packed.weights > 0) & ~right_T
         exact = micro_batch.packed.view.exactness is not None
         sums = torch.stack([segment_sums(x, lengths, exact=exact) for x in (losses_T, wrong_T)])
-        # The padding's piece, if any, is the last one and has no item.
-        placed = [items[p.index] for p in pieces if p.index < len(items)]
-        index = torch.tensor(
-            [begins[slot] + item.index for slot, item, _ in placed], dtype=torch.int64
-        )
-        totals = self._totals
-        totals.index_add_(1, to_device(index, totals.device), sums[:, : len(placed)].double())
+        # The padding's piece, if any, is the last one and of no job.
+        view, totals = micro_batch.packed.view, self._totals
+        columns = [p.document.first_token for p in pieces if p.document.slot < view.num_slots]
+        index = to_device(torch.tensor(columns, dtype=torch.int64), totals.device)
+        totals.index_add_(1, index, sums[:, : len(columns)].double())
 
 
 class HeldJobs:

@@ -62,8 +62,6 @@ class PackedRound(NamedTuple):
     """Each slot's items that did not fit."""
     micro_batches: list[MicroBatch]
     """This rank's; in a pipeline all with equally many rows."""
-    contents: list[tuple[Placed, ...]]
-    """The items that have rows in each of this rank's micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,11 +105,11 @@ class RoundPacker:
     def pack_filled(self, filled: FilledRound) -> PackedRound:
         """Packs this rank's micro-batches of a round."""
         mine, teams = filled.round.of_rank(self.groups.dp_rank, self.groups.cp_rank)
-        contents = [self._with_rows(placed) for placed in mine]
         if not teams:
-            return PackedRound(*filled, self.pack(mine), contents)
+            return PackedRound(*filled, self.pack(mine))
+        contents = [self._with_rows(placed) for placed in mine]
         packed = [self._pack_of_team(*pair) for pair in zip(contents, teams, strict=True)]
-        return PackedRound(*filled, packed, contents)
+        return PackedRound(*filled, packed)
 
     def _fill(self, queues: Sequence[list[Item]], first_slot: int) -> FilledRound:
         """Fills the micro-batches of all replicas."""
