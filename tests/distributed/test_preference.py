@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import preference_case as case
+from tests.helpers.launch import REPO
 from tests.helpers.scenario import records, summary_of
 from tests.helpers.scenario_worlds import World, cases_of, entry, layout_params, run_cases, worlds
 from tests.helpers.session import further
@@ -124,12 +125,9 @@ def test_against_trl_itself(sft_weight: float | None, tmp_path: Path) -> None:
     document = json.loads(config.read_text())
     document["jobs"][0]["preference"] = {"sft_weight": sft_weight}
     config.write_text(json.dumps(document))
-    request = case.request_of(config, tmp_path)
-    (tmp_path / "request.json").write_text(json.dumps(request))
-    script = Path(case.__file__).with_name("oracle_preference.py")
-    command = [os.environ["TRL_PYTHON"], str(script), str(tmp_path / "request.json")]
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""})
-    log = [row for row in json.loads(Path(request["out"]).read_text()) if "loss" in row]
+    command = [os.environ["TRL_PYTHON"], "-m", "tests.helpers.oracle_preference"]
+    subprocess.run([*command, str(config), str(tmp_path / "log.json")], check=True, cwd=REPO)
+    log = json.loads((tmp_path / "log.json").read_text())
     run_cases(1, [entry(config, tmp_path / "out")], tmp_path / "cases.json")
     assert_equals_trl(steps_of(tmp_path / "out"), log)
     if sft_weight is None:

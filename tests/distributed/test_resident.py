@@ -108,6 +108,7 @@ class Gang:
 )
 @given(parts=SCHEDULES)
 @example(parts=[Part("mlp", 1, "stays", 0), Part("pairs", 2, "moves", 5)])
+@example(parts=[Part("pairs", 1, "fails", 0), Part("pairs", 2, "stays", 0)])
 def test_others_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
     number = next(_numbers)
     names = [f"s{number}-{index}-{part.job}" for index, part in enumerate(parts)]

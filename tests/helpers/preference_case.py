@@ -1,4 +1,4 @@
-"""Jobs of pairs on the quickstart's base, and the same as TRL's DPOTrainer gets them."""
+"""Jobs of pairs on the quickstart's base."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from tlora_megatron.config.load import load_config
-from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.training.data.job_data import BatchPlan, load_job_data
-from tlora_megatron.training.data.tokenize import load_tokenizer
-from tlora_megatron.training.preference import SCORES, sides_of
+from tlora_megatron.training.preference import SCORES
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart"
 RECORDED = Path(__file__).with_name("trl_dpo.json")
@@ -65,39 +61,3 @@ def sft(name: str, **more: Any) -> dict[str, Any]:
     """A supervised job."""
     data = {"train": str(QUICKSTART / "data/sums_train.jsonl")}
     return {"name": name, "data": data, "max_seq_len": 80, "max_steps": STEPS, **more}
-
-
-def request_of(config: Path, root: Path) -> dict[str, Any]:
-    """The job `dpo` for `oracle_preference`."""
-    job = next(job for job in load_config(config).jobs if job.name == "dpo")
-    spec = read_model_spec(QUICKSTART / "base" / "config.json")
-    data = load_job_data(job, load_tokenizer(QUICKSTART / "base"), spec.vocab_size)
-    plan = BatchPlan.for_job(job, len(data.train))
-    pairs = [i for step in range(plan.num_steps) for i in plan.indices(step)]
-    sides = sides_of(data.train, pairs)
-    assert job.preference is not None, "the job is one of pairs"
-    rows = []
-    for chosen, rejected in zip(sides[::2], sides[1::2], strict=True):
-        prompt = int(chosen.is_target.argmax())
-        rows.append({
-            "prompt_ids": chosen.tokens[:prompt].tolist(),
-            "chosen_ids": chosen.tokens[prompt:].tolist(),
-            "rejected_ids": rejected.tokens[prompt:].tolist(),
-        })  # fmt: skip
-    weight = job.preference.sft_weight
-    losses = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, weight]} if weight else {}
-    return {
-        "base": str(QUICKSTART / "base"),
-        "init": job.init_from,
-        "pairs": rows,
-        "settings": {
-            "beta": job.preference.beta,
-            "learning_rate": job.optimizer.lr,
-            "max_grad_norm": job.optimizer.max_grad_norm,
-            "per_device_train_batch_size": job.batch_size,
-            "max_steps": plan.num_steps,
-            **losses,
-        },
-        "out": str(root / "log.json"),
-        "adapter": str(root / "adapter"),
-    }

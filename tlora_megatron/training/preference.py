@@ -86,8 +86,10 @@ class Reference(NamedTuple):
         return found
 
     def write(self, folder: Path) -> None:
-        """Writes it into a job's folder, whole or not at all."""
-        write_atomic(folder / REFERENCE_FILE, save(self._asdict()), mode=BY_UMASK)
+        """Writes it into a job's folder, whole or not at all, unless it is there."""
+        path, content = folder / REFERENCE_FILE, save(self._asdict())
+        if not path.is_file() or path.read_bytes() != content:
+            write_atomic(path, content, mode=BY_UMASK)
 
 
 def drawn_pairs(plan: BatchPlan) -> list[int]:

@@ -229,7 +229,7 @@ def _method(method: Mapping[str, Any] | None) -> tuple[str, Hyperparameters | No
     if method is None:
         return "supervised", None
     kind = method.get("type")
-    if kind not in _METHODS:
+    if not isinstance(kind, str) or kind not in _METHODS:
         remedy = "rewards are not trained here" if kind else ""
         raise refused("method.type", "be supervised or dpo", kind, remedy)
     others = [key for key in method if key not in ("type", kind)]

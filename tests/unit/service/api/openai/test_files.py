@@ -292,7 +292,7 @@ def test_metadata_set_what_the_api_has_no_field_for() -> None:
     ("body", "told"),
     [
         ({"method": {"type": "reinforcement"}}, "method.type must be supervised or dpo, got 'rein"),
-        ({"method": {}}, "method.type must be supervised or dpo, got null"),
+        ({"method": {"type": ["dpo"]}}, "method.type must be supervised or dpo, got ..dpo"),
         ({"method": dpo(beta=0)}, "method.dpo.hyperparameters.beta must be auto, or a number"),
         ({"metadata": {"tlora.preference.loss": "orpo"}}, "method.type must be dpo with metadata"),
         ({"method": {"type": "supervised", "dpo": {"a": 1}}}, "method.dpo must be left out"),
