@@ -42,6 +42,7 @@ row is one of these:
 {"prompt": "What is 2 + 2? ", "completion": "4"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 {"text": "all of it is learnt"}
+{"prompt": "What is 2 + 2? ", "chosen": "4", "rejected": "5"}
 ```
 - `prompt` and `completion` are tokenized apart, the prompt with the tokenizer's own special tokens.
   The completion alone is learnt, with the end-of-sequence token that is appended to it.
@@ -49,6 +50,9 @@ row is one of these:
   turn, but for answers with `"weight": 0`; a warning tells when no token that stops generation
   ends an answer. Rows may have OpenAI's `tools` and calls, `reasoning_content` (`thinking`,
   `reasoning`) and `chat_template_kwargs`; a call's arguments are an object, or JSON of one.
+- `chosen` and `rejected`, texts or messages, are the data of jobs with `preference`, by TRL's or
+  OpenAI's names; without a prompt, it is what both begin with. Only answers are learnt, by orpo's
+  cross entropy, too. Metrics have TRL's names.
 - `text` is learnt as a whole, with the tokenizer's own special tokens. Write an end-of-sequence
   token where a text should end.
 - Also chats: `prompt` and `completion` as lists of messages, of which the latter's answers are
@@ -93,6 +97,8 @@ def _rows(kind: Any, prefix: str) -> list[tuple[str, str, str, str]]:
             continue
         doc = item.metadata["doc"].replace("|", "\\|").replace("None", "null")
         rows.append((f"`{prefix}{item.name}`", _value(hint, item), _default(item), doc))
+        for option in filter(is_dataclass, get_args(hint)):
+            rows += _rows(option, f"{prefix}{item.name}.")
     return rows
 
 

@@ -161,6 +161,31 @@ def test_a_job_is_what_tlora_train_trains(
 
 
 @pytest.mark.slow
+def test_a_job_of_pairs(served: ServedHttp, client: openai.OpenAI, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    with path.open("w") as file:
+        for text in ("ab", "cd", "ef"):
+            asked = [{"role": "user", "content": text}]
+            answers = [[{"role": "assistant", "content": a}] for a in (text[::-1], text)]
+            names = ("preferred_output", "non_preferred_output")
+            pair = {"input": {"messages": asked}, **dict(zip(names, answers, strict=True))}
+            file.write(json.dumps(pair) + "\n")
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(
+        model="quick",
+        training_file=_upload(client, path),
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "batch_size": 2}}},
+        metadata=METADATA | {"tlora.max_steps": "2"},
+    )
+    ended = _until(served, lambda: jobs.retrieve(job.id), "succeeded", "failed")
+    assert (ended.status, ended.error) == ("succeeded", None)
+    assert (ended.method.type, ended.method.dpo.hyperparameters.beta) == ("dpo", 0.2)
+    last, first = [one for one in jobs.list_events(job.id, limit=100) if one.type == "metrics"]
+    assert first.data["train_loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert last.data["rewards/margins"] > 0
+
+
+@pytest.mark.slow
 def test_a_job_is_held_goes_on_and_is_cancelled(
     served: ServedHttp, client: openai.OpenAI, chats: dict[str, Path]
 ) -> None:

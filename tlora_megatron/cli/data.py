@@ -180,23 +180,28 @@ def describe_job(
     except ValueError as error:
         return {"errors": list(islice(_bad_lines(job), _MOST_BAD_LINES)) or [str(error)]}
     plan, lengths = BatchPlan.for_job(job, len(data.train)), lengths_of(data.train)
+    sides = job.num_sides
     found = {
-        "rows": len(data.train),
-        "eval_rows": len(data.eval),
+        "rows": plan.num_sequences,
+        "eval_rows": len(data.eval) // sides,
         "cut": data.num_truncated,
         "left_out": data.num_dropped,
         "tokens": int(lengths.sum()),
         "learnt": sum(int(sequence.is_target.sum()) for sequence in data.train),
         "median": int(np.median(lengths)),
         "longest": int(lengths.max()),
-        "steps_an_epoch": -(-len(data.train) // job.batch_size),
+        "steps_an_epoch": -(-plan.num_sequences // job.batch_size),
         "steps": plan.num_steps,
         "epochs": round(plan.num_epochs, 2),
     }
+
+    def row(index: int) -> list[dict[str, Any]]:
+        own = data.train[index * sides : (index + 1) * sides]
+        return [part for sequence in own for part in _parts(sequence, tokenizer)]
+
     if num_shown is None:
-        return {**found, "row": list(_parts(data.train[plan.indices(0)[0]], tokenizer))}
-    shown = [list(_parts(sequence, tokenizer)) for sequence in data.train[:num_shown]]
-    return {**found, "shown": shown}
+        return {**found, "row": row(plan.indices(0)[0])}
+    return {**found, "shown": [*map(row, range(min(num_shown, plan.num_sequences)))]}
 
 
 def print_data(console: Console, jobs: dict[str, dict[str, Any]]) -> None:
@@ -234,13 +239,12 @@ def _keys(columns: Any) -> list[str]:
 def _bad_lines(job: JobSpec) -> Iterator[str]:
     """What is wrong with each line that is no row."""
     from tlora_megatron.training.data.jsonl_file import files_of
-    from tlora_megatron.training.data.rows import parse_row
 
     for file in filter(None, files_of(job)):
         try:
             for raw in file.raw_rows(file.read()):
                 try:
-                    parse_row(*raw)
+                    file.parse(*raw)
                 except ValueError as error:
                     yield str(error)
         except ValueError as error:  # of a file as a whole

@@ -51,6 +51,7 @@ LEFT_OUT_IF_DRIVEN = (
     "schedule",
     "eval_every_steps",
     "on_nonfinite",
+    "preference",
 )
 """Keys whose values come with a client's requests, or that have no meaning."""
 PORTION_STEP_TOKENS = 1024
@@ -74,6 +75,8 @@ def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TAR
     if not is_usable_name(job.name):
         obligation = "be at most 128 of A-Z a-z 0-9 . _ -, not start with - and not be . or .."
         raise must(f"{path}.name", obligation, job.name)
+    if job.preference is not None and job.data.learn != "all":
+        raise must(f"{path}.data.learn", "be all with preference", job.data.learn)
     _check_steps(job, path)
     _check_targets(job, path, targets)
     check_blocks(job.lora, f"{path}.lora")

@@ -249,6 +249,7 @@ def test_names_that_can_be_a_folder_are_kept(folder: Path, name: str) -> None:
         ({"data": {"train": "."}}, "data.train must be an existing file"),
         ({"data": {"train": ["a.jsonl", "b/c.jsonl"]}}, r"n\[1\] must be an .*/b/c.jsonl'(?!;)"),
         ({"data": {"train": []}}, "data.train must not be empty"),
+        ({"preference": {}, "data": {"train": "a.jsonl", "learn": "last"}}, "data.learn must be a"),
         ({"data": {"train": "org/n"}}, "existing file, .*/org/n'; tlora data import fetches a da"),
         ({"data": {"train": "a.jsonl", "chat_template": "qwen9"}}, "; ours are gpt_oss, q"),
         ({"data": {"train": "empty.jsonl"}}, "data.train must be a file that is not empty"),

@@ -228,10 +228,11 @@ def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
 def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, Any]:
     # Here, since they import numpy and transformers.
     from tlora_megatron.training.data.job_data import load_job_data
+    from tlora_megatron.training.data.mapped_tokens import rows_of
     from tlora_megatron.training.data.tokenize import load_tokenizer
 
     data = load_job_data(job, load_tokenizer(tokenizer_dir), spec.vocab_size)
-    rows = [len(s.tokens) - 1 for s in data.train]
+    rows = rows_of(data.train, job.num_sides).tolist()
     targets = sum(int(s.is_target.sum()) for s in data.train)
     histogram = LengthHistogram.from_lengths(rows)
     return {
@@ -248,7 +249,7 @@ def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
     files = [*data, *sorted(tokenizer_dir.glob("token*"))]
     files += sorted(tokenizer_dir.glob("vocab*")) + sorted(tokenizer_dir.glob("chat_template*"))
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    what = json.dumps([_FORMAT, stamps, job.max_seq_len, asdict(job.data)])
+    what = json.dumps([_FORMAT, stamps, job.max_seq_len, job.num_sides, asdict(job.data)])
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (
         root / "tlora_megatron" / f"lengths-{hashlib.sha256(what.encode()).hexdigest()[:24]}.json"

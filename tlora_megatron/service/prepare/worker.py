@@ -139,10 +139,10 @@ def _accepted(
 
 def _measure(read: ReadJob) -> dict[str, Any]:
     """The fields of `Validated` that say how large a job is."""
-    from tlora_megatron.training.data.mapped_tokens import lengths_of
+    from tlora_megatron.training.data.mapped_tokens import lengths_of, rows_of
 
     data, plan = read.prepared.data, read.prepared.plan
-    rows = lengths_of(data.train) - 1
+    rows = rows_of(data.train, read.prepared.spec.num_sides)
     longest_eval = int((lengths_of(data.eval) - 1).max(initial=0))
     targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
     epoch_tokens = int(rows.sum())

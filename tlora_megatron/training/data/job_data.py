@@ -22,7 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.training.data import chats, contents, forms, jsonl_file, rows, tokenize
+from tlora_megatron.training.data import (
+    chats,
+    contents,
+    forms,
+    jsonl_file,
+    preferences,
+    rows,
+    tokenize,
+)
 from tlora_megatron.training.data.jsonl_file import Contents, JsonlFile, LoadedFile, Read, files_of
 from tlora_megatron.training.data.mapped_tokens import (
     DamagedTokens,
@@ -118,8 +126,9 @@ class BatchPlan:
 
     @classmethod
     def for_job(cls, job: JobSpec, num_sequences: int) -> BatchPlan:
-        """The plan of a job over its `num_sequences` training sequences."""
-        return cls(num_sequences, job.batch_size, job.seed, job.max_steps, job.epochs)
+        """The plan of a job over its `num_sequences` training sequences, or half as many pairs."""
+        examples = num_sequences // job.num_sides
+        return cls(examples, job.batch_size, job.seed, job.max_steps, job.epochs)
 
     @property
     def num_steps(self) -> int:
@@ -160,7 +169,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_NAME = "tokens.safetensors"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
-_CODE = (tokenize, chats, rows, forms, contents, jsonl_file)
+_CODE = (tokenize, chats, rows, preferences, forms, contents, jsonl_file)
 """Modules whose own rules shape the tokens."""
 _IDLE_S = 30 * 86400.0
 """Entries that no job has asked for in so long are removed."""
@@ -293,7 +302,7 @@ def _load_tokenizer(folder: Path, digest: str) -> Any:
 
 
 def _key(file: JsonlFile, found: Contents, source: TokenizerFolder, vocab_size: int) -> str:
-    what = {
+    what: dict[str, Any] = {
         "files": [hashlib.sha256(content).hexdigest() for content in found.files],
         "template": found.template,
         "learn": file.job.data.learn,
@@ -302,6 +311,8 @@ def _key(file: JsonlFile, found: Contents, source: TokenizerFolder, vocab_size: 
         "max_seq_len": file.job.max_seq_len,
         "overlong": file.job.data.overlong,
     }
+    if file.job.preference is not None:
+        what["pairs"] = True
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 

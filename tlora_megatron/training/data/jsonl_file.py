@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from tlora_megatron.config.job import JobSpec, files_in
 from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.training.data.contents import raw_rows
+from tlora_megatron.training.data.preferences import parse_pair
 from tlora_megatron.training.data.rows import Row, learnt_parts, parse_row
 from tlora_megatron.training.data.tokenize import (
     TokenSequence,
@@ -43,9 +44,9 @@ class LoadedFile:
 
     sequences: Sequence[TokenSequence]
     num_truncated: int
-    """Sequences that were cut to max_seq_len and kept."""
+    """Sequences, or pairs, that were cut to max_seq_len and kept."""
     num_dropped: int
-    """Sequences left out because the cut left no target."""
+    """Sequences, or pairs, left out because the cut left no target."""
     num_endless: int = 0
     """Answers of chats that no token ends which stops generation."""
 
@@ -66,6 +67,10 @@ class JsonlFile:
 
     def _where(self, *paths: Path) -> str:
         return f"job {self.job.name!r}, {' and '.join(map(str, paths))}"
+
+    @property
+    def _what(self) -> str:
+        return "sequence" if self.job.preference is None else "pair"
 
     def load(self, tokenizer: Any, vocab_size: int) -> LoadedFile:
         """Reads and tokenizes the file; warnings tell how much of it was cut, and what
@@ -136,32 +141,34 @@ class JsonlFile:
             raise ValueError(
                 f"the tokenizer must have an EOS token, got none: job {self.job.name!r}"
             )
-        data = self.job.data
-        parsed = (parse_row(*raw) for raw in self.raw_rows(contents))
-        rows = [part for row in parsed for part in learnt_parts(row, data.learn)]
+        rows = [row for raw in self.raw_rows(contents) for row in self.parse(*raw)]
         kept: list[TokenSequence] = []
         num_truncated = num_dropped = num_endless = 0
+        sides, is_cut = self.job.num_sides, False
         stops = stop_tokens(tokenizer)
         for begin in range(0, len(rows), _ROWS_PER_CALL):
             chunk = rows[begin : begin + _ROWS_PER_CALL]
             made = tokenize_rows(chunk, tokenizer, contents.template)
-            for row, whole in zip(chunk, made, strict=True):
+            example: list[TokenSequence] = []
+            for number, (row, whole) in enumerate(zip(chunk, made, strict=True), start=1):
                 _check_sequence(whole, vocab_size, row.where)
                 if row.kind == "messages":
                     num_endless += count_endless(whole, tokenizer, stops)
-                if data.overlong == "split" and row.kind == "text":
-                    kept += _split(whole, self.job.max_seq_len)
-                    continue
-                sequence = self._fit(whole, row)
-                if sequence is None:
-                    num_dropped += 1
-                    continue
-                kept.append(sequence)
-                num_truncated += sequence is not whole
+                parts = self._fit(whole, row)
+                is_cut = is_cut or (len(parts) == 1 and parts[0] is not whole)
+                example += parts
+                if number % sides == 0:  # a pair of which one side has no target goes whole
+                    if len(example) < sides:
+                        num_dropped += 1
+                    else:
+                        kept += example
+                        num_truncated += is_cut
+                    example, is_cut = [], False
         if not kept:
             raise ValueError(
-                f"{self.key} must hold at least one sequence with a target in its first "
-                f"max_seq_len {self.job.max_seq_len} tokens, got {len(rows)} without: {self.where}"
+                f"{self.key} must hold at least one {self._what} with a target in its first "
+                f"max_seq_len {self.job.max_seq_len} tokens, got {len(rows) // sides} without: "
+                f"{self.where}"
             )
         return LoadedFile(
             sequences=tuple(kept),
@@ -181,16 +188,25 @@ class JsonlFile:
             )  # fmt: skip
         if loaded.num_truncated or loaded.num_dropped:
             logger.warning(
-                "%s: %d of %d sequences cut to max_seq_len %d, %d more dropped with no target left",
-                self.where, loaded.num_truncated, len(loaded.sequences) + loaded.num_dropped,
+                "%s: %d of %d %ss cut to max_seq_len %d, %d more dropped with no target left",
+                self.where, loaded.num_truncated,
+                len(loaded.sequences) // self.job.num_sides + loaded.num_dropped, self._what,
                 self.job.max_seq_len, loaded.num_dropped,
             )  # fmt: skip
 
-    def _fit(self, sequence: TokenSequence, row: Row) -> TokenSequence | None:
-        """The sequence cut to max_seq_len; None if no target is left."""
+    def parse(self, raw: Any, where: str) -> list[Row]:
+        """The rows of a line: one, two of a pair, or one for each answer of a chat."""
+        if self.job.preference is None:
+            return learnt_parts(parse_row(raw, where), self.job.data.learn)
+        return list(parse_pair(raw, where))
+
+    def _fit(self, sequence: TokenSequence, row: Row) -> list[TokenSequence]:
+        """The sequence, cut to max_seq_len or split; none if no target is left."""
         limit, length = self.job.max_seq_len, len(sequence.tokens)
         if length <= limit:
-            return sequence
+            return [sequence]
+        if self.job.data.overlong == "split" and row.kind == "text":
+            return _split(sequence, limit)
         if self.job.data.overlong != "truncate":
             also = "" if self.job.data.overlong == "error" else ", split is for text alone"
             raise ValueError(
@@ -198,9 +214,9 @@ class JsonlFile:
                 f"{row.where}; data.overlong: truncate cuts it{also}"
             )
         if not sequence.is_target[:limit].any():
-            return None
+            return []
         # Copies, so that the part cut off is not kept in memory.
-        return TokenSequence(sequence.tokens[:limit].copy(), sequence.is_target[:limit].copy())
+        return [TokenSequence(sequence.tokens[:limit].copy(), sequence.is_target[:limit].copy())]
 
 
 def files_of(job: JobSpec) -> tuple[JsonlFile, JsonlFile | None]:

@@ -41,7 +41,7 @@ _OF_ANSWERS = ("weight", "tool_calls", *REASONING)
 _MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", *_OF_ANSWERS)
 _PREFERENCES = ("chosen", "rejected", "preferred_output", "non_preferred_output")
 _NOT_TRAINED = {
-    **dict.fromkeys(_PREFERENCES, "preference data, which is not trained here"),
+    **dict.fromkeys(_PREFERENCES, "preference data, which needs the job's section preference"),
     "label": "unpaired preference data, which is not trained here",
     "functions": "an older form of tools",
     "function_call": "an older form of tool_calls",
