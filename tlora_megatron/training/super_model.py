@@ -42,9 +42,9 @@ class Engine(Scorer, Protocol):
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Accumulates gradients in the bank; returns weighted losses `[T]` of each batch.
 
-        Of the rows of clients these are the negative log-probabilities. Empty on pipeline stages
-        other than the last. In a pipeline there is at least one batch, and all have the same number
-        of rows; without one there may be none.
+        Of rows of clients and of pairs these are `-log p`. Empty on pipeline stages other than the
+        last. In a pipeline there is at least one batch, and all have the same number of rows;
+        without one there may be none.
         """
         ...
 

@@ -57,12 +57,15 @@ class Item:
     @property
     def sides(self) -> tuple[TokenSequence, ...]:
         """The sequences that it runs as: documents side by side."""
-        return (self.sequence,) if self.rejected is None else (self.sequence, self.rejected[0])
+        return (
+            (self.sequence,) if self.rejected is None else (self.sequence, self.rejected.sequence)
+        )
 
     @property
     def length(self) -> int:
         """Rows it takes: every token of a side but the last, which is only predicted."""
-        return sum(len(side.tokens) - 1 for side in self.sides)
+        rows = len(self.sequence.tokens) - 1
+        return rows if self.rejected is None else rows + len(self.rejected.sequence.tokens) - 1
 
 
 def batch_items(sequences: Sequence[TokenSequence]) -> list[Item]:
@@ -120,7 +123,8 @@ class Round:
     @property
     def most_documents(self) -> int:
         """Documents of the micro-batch that holds most of them."""
-        return max((len(documents_of(items)) for items in self.micro_batches), default=0)
+        held = (sum(len(p.item.sides) for p in items) for items in self.micro_batches)
+        return max(held, default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
