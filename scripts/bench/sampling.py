@@ -93,8 +93,7 @@ def main() -> int:
         for mode, (step_s, whole_s) in times.items()
     ]  # fmt: skip
     print(*rows, sep="\n")
-    if args.csv is not None:
-        append_rows(args.csv, rows)
+    append_rows(args.csv, rows) if args.csv is not None else None
     return int(behind > 0.1 * other or (decoder is not None and bool(decoder.graphs)) != _ON_GPU)
 
 

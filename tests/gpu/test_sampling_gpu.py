@@ -117,7 +117,7 @@ def test_recorded_steps_are_those_of_the_kernels_one_by_one(tmp_path: Path, dtyp
 
 def test_recorded_steps_have_the_weights_of_a_version_that_takes_a_place(tmp_path: Path) -> None:
     base, (prompt, *_) = make_prompts(tmp_path, torch.float32)
-    folders = [write_adapters(base, tmp_path / f"{seed}", seed)["everything"] for seed in (20, 30)]
+    folders = [write_adapters(base, tmp_path / f"{seed}", seed)["attention"] for seed in (20, 30)]
     graphs = []
     with opened(base, "float32", adapters=1, cache_bytes=8 << 20) as batcher:
         decoder: Any = batcher._model.decoder

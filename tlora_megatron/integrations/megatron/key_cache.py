@@ -65,7 +65,8 @@ class KeyCache:
         if count > len(self._free):
             return None
         first = len(self._free) - count
-        taken, self._free = self._free[first:], self._free[:first]
+        taken = self._free[first:]
+        del self._free[first:]
         return np.array(taken, dtype=np.int64)
 
     def release(self, rows: Array) -> None:
