@@ -36,15 +36,13 @@ from tlora_megatron.training.formats.hf_convert import hf_shapes
 from tlora_megatron.training.formats.peft import export_adapter
 
 _PROMPT, _DTYPE, _ON_GPU = 128, torch.bfloat16, torch.cuda.is_available()
-_DEVICE, _LORA = (
-    torch.device("cuda" if _ON_GPU else "cpu"),
-    LoraSpec(rank=32, alpha=32.0, target_modules=HF_TARGETS),
-)
+_DEVICE = torch.device("cuda" if _ON_GPU else "cpu")
+_LORA = LoraSpec(rank=32, alpha=32.0, target_modules=HF_TARGETS)
 
 
 def main() -> int:
     parser = bench_parser(__doc__)
-    parser.add_argument("--size", default="8b", choices=("8b", "six layers", "toy"))
+    parser.add_argument("--size", default="8b", choices=("8b", "toy"))
     for name, default in (("--sequences", 64), ("--adapters", 8), ("--tokens", 128)):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
@@ -75,17 +73,18 @@ def main() -> int:
         weight.data.copy_(weights.read(name))
     peft = PeftModel.from_pretrained(model, folders[0], autocast_adapter_dtype=False).eval()
     peft.load_adapter(folders[-1], "last", autocast_adapter_dtype=False)
+    whole = torch.cat([ids, torch.tensor(chosen["graphs"])], dim=1)
+    first, last = whole[:: args.adapters], whole[args.adapters - 1 :: args.adapters]
+    behind = max(_behind(peft, "default", first), _behind(peft, "last", last))
+    other = _behind(peft, "last", first)
+    peft.set_adapter("default")
     for mode in ("peft", "peft, merged"):
         peft.merge_adapter(["default"]) if mode == "peft, merged" else None
         _, short_s, long_s = (_generate(peft, ids, count) for count in (4, 4, args.tokens))
         times[mode] = [(long_s - short_s) / (args.tokens - 4), long_s]
-    peft.unmerge_adapter()
-    whole = torch.cat([ids, torch.tensor(chosen["graphs"])], dim=1)
-    first, last = whole[:: args.adapters], whole[args.adapters - 1 :: args.adapters]
-    behind = max(_behind(peft, "default", first), _behind(peft, "last", last))
     head = {"gpu": gpu_name(), "commit": args.commit, "versions": versions("transformers", "peft")}
-    head |= {"sequences": args.sequences, "adapters": args.adapters, "behind": round(behind, 4)}
-    head["behind_other"] = other = _behind(peft, "last", first)
+    head |= {"sequences": args.sequences, "adapters": args.adapters}
+    head |= {"behind": round(behind, 4), "behind_other": round(other, 4)}
     rows = [
         head | {"mode": mode, "step_ms": round(1e3 * step_s, 2), "whole_s": round(whole_s, 2)}
         | {"tokens_per_s": round(args.sequences * args.tokens / whole_s)}
