@@ -126,7 +126,7 @@ class Decoder:
         self._numbers = torch.zeros(0, dtype=torch.int32, device=bank.device)
 
     def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:
-        """Returns the hidden states of `growths`; they hold until the next step."""
+        """Returns their hidden states, which hold until the next step."""
         numbers = pack_step(growths, num_slots, self._cache.scratch_row)
         is_full = len(numbers) > len(self._numbers)
         if is_full or self._adapters is not self._bank.adapters:
@@ -134,8 +134,7 @@ class Decoder:
             self._seen.clear()
             self._adapters = self._bank.adapters
         if is_full:
-            room = max(_ROOM, 2 * len(numbers))
-            self._numbers = self._numbers.new_zeros(room)
+            self._numbers = self._numbers.new_zeros(max(_ROOM, 2 * len(numbers)))
         is_pinned = self._numbers.is_cuda
         host = torch.empty(len(numbers), dtype=torch.int32, pin_memory=is_pinned)
         host.numpy()[:] = numbers
