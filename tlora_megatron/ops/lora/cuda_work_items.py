@@ -172,22 +172,10 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int,
     first, second = (_input_columns(source, target, feature + h) for h in (0, 64))
     workspace, counter, used, counted = _workspace(cells, table, run, target, within, count)
     fields = (
-        begin[run],
-        end[run],
-        first,
-        second,
-        feature,
-        widths[target],
-        count,
-        arena_row - arena_rows[slot[run], 0],
-        arena_row,
-        slot[run],
-        part[run],
-        parts[run],
-        workspace,
-        counter,
-        source.kind,
-    )
+        begin[run], end[run], first, second, feature, widths[target], count,
+        arena_row - arena_rows[slot[run], 0], arena_row, slot[run], part[run], parts[run],
+        workspace, counter, source.kind,
+    )  # fmt: skip
     counts, places = np.zeros((2, counted), dtype=np.int64)
     shared = parts[run] > 1
     counts[counter[shared]] = borders.counts[run[shared]]

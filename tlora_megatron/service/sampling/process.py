@@ -13,6 +13,7 @@ import json
 import logging
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
-from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
+from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits, merged
 from tlora_megatron.service.sampling.wire import lean, prompt_from_json, serve
 from tlora_megatron.training.data.tokenize import encode_prompt
 
@@ -160,8 +161,15 @@ class SamplingProcess:
         writer: asyncio.StreamWriter,
     ) -> None:
         loop, told = asyncio.get_running_loop(), asyncio.Queue[Piece | ValueError]()
+        held: defaultdict[tuple[int, int], list[Piece]] = defaultdict(list)
 
         def tell(piece: Piece | ValueError) -> None:
+            if message.get("whole") and isinstance(piece, Piece) and piece.scores is None:
+                parts = held[piece.prompt, piece.sample]
+                parts.append(piece)
+                if piece.stop_reason is None:
+                    return
+                piece = merged(parts)
             loop.call_soon_threadsafe(told.put_nowait, piece)
 
         def add() -> list[Request]:
