@@ -84,11 +84,10 @@ class PreparePool(AbstractContextManager["PreparePool"]):
         self._hand_out()
 
     def forget(self, jobs: Collection[str]) -> None:
-        """Gives jobs up: `poll` will not speak of them."""
+        """Gives jobs up: `poll` will not speak of them, and has others read in their place."""
         self._waiting = [request for request in self._waiting if request.job not in jobs]
         for worker in [w for w in self._workers if w.request and w.request.job in jobs]:
             self._end(worker)
-        self._hand_out()
 
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call."""
