@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tlora_megatron.parallel.collectives import all_gather_rows, all_reduce, reduce_scatter_rows
 from tlora_megatron.planner.hardware import CollectiveOp, CollectivePoint, Link
+from tlora_megatron.training.round_timing import queue_moment, seconds_between
 
 _CYCLES_PER_S = 2.1e9
 """Upper bound on any GPU's clock, so that a wait of this many cycles is long enough."""
@@ -91,26 +92,15 @@ class DeviceTimer:
 
     def _turn(self, calls: Sequence[Callable[[], object]]) -> list[Any]:
         """Runs each call; returns moments in the device's queue, before and after each."""
-        marks = [self._mark()]
+        marks = [queue_moment(self.device)]
         for call in calls:
             call()
-            marks.append(self._mark())
+            marks.append(queue_moment(self.device))
         return marks
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 def _gaps(marks: Sequence[Any]) -> list[float]:
-    """Seconds between moments that have passed."""
-    pairs = itertools.pairwise(marks)
-    if isinstance(marks[0], float):
-        return [end - begin for begin, end in pairs]
-    return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+    return list(itertools.starmap(seconds_between, itertools.pairwise(marks)))
 
 
 _COLUMNS = 1024

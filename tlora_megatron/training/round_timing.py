@@ -165,12 +165,12 @@ class RateCorrection:
     def measured(self, content: Round) -> Iterator[None]:
         """Takes the time of this process's part of a round, without a wait for the device."""
         predicted_ps = round_ends_ps(content, self._rates)[self._own]
-        begin = self._mark()
+        begin = queue_moment(self._device)
         yield
-        end = self._mark()
+        end = queue_moment(self._device)
         self._rounds += 1
         if self._rounds > _SKIPPED and predicted_ps:
-            self._pending.append((partial(self._seconds, begin, end), predicted_ps))
+            self._pending.append((partial(seconds_between, begin, end), predicted_ps))
 
     def settle(self) -> None:
         """Agrees on what the rounds so far say; collective over the world."""
@@ -203,17 +203,19 @@ class RateCorrection:
         if not self._frozen:
             self._factors = [int(kept.get(_key(kind), _STEPS)) for kind in self._kinds]
 
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
-    def _seconds(self, begin: Any, end: Any) -> float:
-        if self._device.type != "cuda":
-            return float(end - begin)
-        return float(begin.elapsed_time(end)) / 1e3
+def queue_moment(device: torch.device) -> Any:
+    """A moment in a GPU's queue, or of the clock where there is none."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(begin: Any, end: Any) -> float:
+    """Seconds between two moments that have passed."""
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)
 
 
 def read_correction(correction: RateCorrection, output_dir: Path) -> None:

@@ -12,6 +12,7 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.packing.packing import PackedBatch
+from tlora_megatron.training.preference import Reference
 
 
 def fresh_job(
@@ -24,12 +25,14 @@ def fresh_job(
 
 
 def job_on(slab: Any, spec: JobSpec, train: tuple[TokenSequence, ...]) -> JobState:
-    """A job at its first step, whose adapter is what a slab holds."""
+    """A job at its first step, whose adapter is what a slab holds; a reference of pairs is 0."""
+    data = JobData(train=train, eval=(), num_truncated=0, num_dropped=0)
     return JobState(
         spec=spec,
-        data=JobData(train=train, eval=(), num_truncated=0, num_dropped=0),
+        data=data,
         plan=BatchPlan.for_job(spec, len(train)),
         adapter=Adapter(name=spec.name, lora=spec.lora, slab=slab),
+        reference=Reference.of(data) if spec.preference else None,
     )
 
 

@@ -123,7 +123,7 @@ class Bench:
                 floor_s = side.timing("floor").step_s
                 for mode in TOGETHER[1:]:
                     if mode in args.modes:
-                        jobs, timing = f"{len(mix.specs)} ({mix.name})", side.timing(mode)
+                        jobs, timing = str(mix), side.timing(mode)
                         self._add_side(mode, side.precision, jobs, timing, floor_s)
             for side in sides if args.kernels else ():
                 side.look("together", mix.name, args.kernels)
@@ -137,7 +137,7 @@ class Bench:
         project = Project(run=run, micro_batch_tokens=args.tokens)
         effort = Effort(args.warmup, args.rounds, args.steps, args.kernels)
         for mix in self._mixes():
-            jobs = f"{len(mix.specs)} ({mix.name})"
+            jobs = str(mix)
             if set(args.modes) & set(TOGETHER):
                 timings = run_together(project, mix, effort)
                 for mode in TOGETHER:
@@ -160,7 +160,7 @@ class Bench:
         mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
         for name in EQUAL_STEPS:
             sizes = {"vocab_size": vocab_size, "dropout": args.dropout, "longest": args.longest}
-            mixes.append(equal_steps(name, **sizes))
+            mixes += [equal_steps(name, **sizes, of_pairs=number) for number in args.pairs]
         chosen = [mix for mix in mixes if mix.name in args.mixes]
         for mix in chosen:
             say(f"{mix.name}: sequences of {mean_length(mix):.0f} tokens in the mean")
@@ -298,6 +298,13 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recompute", default="none", choices=["none", "selective", "full"])
     add("--tokens", type=int, default=8192, help="rows of a micro-batch")
     add("--longest", type=int, default=1024, help="of a sequence in mixes of equal steps")
+    add(
+        "--pairs",
+        nargs="+",
+        type=int,
+        default=[0],
+        help="jobs of pairs (DPO), in mixes of equal steps",
+    )
     add("--lengths", type=Path, help="CSV of real lengths; default: drawn from its quantiles")
     add("--target-share", type=float, default=1.0, help="of each sequence's tokens, batch mixes")
     add("--dropout", type=float, default=0.0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec
+from tlora_megatron.config.job import DataSpec, JobSpec, LoraSpec, PreferenceSpec
 from tlora_megatron.training.data.tokenize import TokenSequence
 
 SHORTEST, LONGEST = 256, 2048
@@ -42,6 +42,10 @@ class Mix:
     """Training sequences of each job."""
     target_share: float
     """Share of each sequence's tokens, its last ones, that count in the loss."""
+
+    def __str__(self) -> str:
+        pairs = sum(spec.preference is not None for spec in self.specs)
+        return f"{len(self.specs)} ({self.name}{f', {pairs} of pairs' if pairs else ''})"
 
 
 def make_mixes(
@@ -93,8 +97,14 @@ def full_micro_batch(tokens: int, *, vocab_size: int, dropout: float) -> Mix:
     return Mix(name=FULL, specs=tuple(specs), data=tuple(data), target_share=0.5)
 
 
-def equal_steps(name: str, *, vocab_size: int, dropout: float, longest: int = 1024) -> Mix:
-    """Eight jobs whose optimizer steps all have as many tokens as a mix of `EQUAL_STEPS` says."""
+def equal_steps(
+    name: str, *, vocab_size: int, dropout: float, longest: int = 1024, of_pairs: int = 0
+) -> Mix:
+    """Eight jobs whose optimizer steps all have as many tokens as a mix of `EQUAL_STEPS` says.
+
+    Args:
+        of_pairs: so many of them, the last ones, take two sequences as a pair for DPO.
+    """
     batch, length = step_shape(EQUAL_STEPS[name], longest)
     draw = np.random.default_rng(0)
     data = tuple(
@@ -102,6 +112,9 @@ def equal_steps(name: str, *, vocab_size: int, dropout: float, longest: int = 10
     )
     specs = (_spec(index, batch, dropout) for index in range(len(RANKS)))
     specs = tuple(replace(spec, max_seq_len=longest + 1) for spec in specs)
+    first = len(specs) - of_pairs
+    pairs = {"preference": PreferenceSpec(), "batch_size": batch // 2}
+    specs = specs[:first] + tuple(replace(spec, **pairs) for spec in specs[first:])
     return Mix(name=name, specs=specs, data=data, target_share=1.0)
 
 
