@@ -64,14 +64,14 @@ CHAT_TEMPLATE = """\
 
 
 def write_jobs(folder: Path, seed: int) -> None:
-    """Writes `NAME_train.jsonl` and `NAME_eval.jsonl` of every job, and of pairs."""
-    folder.mkdir(parents=True, exist_ok=True)
-    all_rows = {name: (job_rows(name, seed), TRAIN_ROWS) for name in JOBS}
-    all_rows["pairs"] = pair_rows(seed, PAIRS + EVAL_ROWS), PAIRS
-    for name, (rows, count) in all_rows.items():
+    """Writes `data/NAME_train.jsonl` of every job, `pairs/train.jsonl`, and `eval` of each."""
+    all_rows = {f"data/{name}_": (job_rows(name, seed), TRAIN_ROWS) for name in JOBS}
+    all_rows["pairs/"] = pair_rows(seed, PAIRS + EVAL_ROWS), PAIRS
+    for prefix, (rows, count) in all_rows.items():
         for part, chosen in (("train", rows[:count]), ("eval", rows[count:])):
-            lines = "".join(json.dumps(row) + "\n" for row in chosen)
-            (folder / f"{name}_{part}.jsonl").write_text(lines, encoding="utf-8")
+            path = folder / f"{prefix}{part}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(json.dumps(row) + "\n" for row in chosen), encoding="utf-8")
 
 
 def byte_symbols() -> list[str]:
@@ -255,7 +255,7 @@ def main() -> None:
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
     start = time.perf_counter()
-    write_jobs(args.output / "data", args.seed)
+    write_jobs(args.output, args.seed)
     save_tokenizer(args.output / "base")
     model = new_model(args.experts)
     pretrain(model, args.seed, args.steps, args.batch_size, args.lr)

@@ -38,7 +38,7 @@ def make_config(root: Path, *jobs: dict[str, Any], **run: Any) -> Path:
     """The job `dpo`, and others beside it."""
     own = {
         "name": "dpo",
-        "data": {part: str(QUICKSTART / f"data/pairs_{part}.jsonl") for part in ("train", "eval")},
+        "data": {part: str(QUICKSTART / f"pairs/{part}.jsonl") for part in ("train", "eval")},
         "preference": {},
         "lora": LORA,
         "batch_size": 4,

@@ -175,7 +175,7 @@ def test_a_job_of_pairs(served: ServedHttp, client: openai.OpenAI, tmp_path: Pat
         model="quick",
         training_file=_upload(client, path),
         method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "batch_size": 2}}},
-        metadata=METADATA | {"tlora.max_steps": "2"},
+        metadata=METADATA | {"tlora.max_steps": "2", "tlora.data.learn": "all"},
     )
     ended = _until(served, lambda: jobs.retrieve(job.id), "succeeded", "failed")
     assert (ended.status, ended.error) == ("succeeded", None)

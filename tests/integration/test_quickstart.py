@@ -31,8 +31,11 @@ def made(tmp_path_factory: pytest.TempPathFactory, repo: Path) -> Path:
 
 
 def test_the_data_are_those_of_the_quickstart(made: Path, repo: Path) -> None:
-    files = sorted((made / "data").iterdir())
-    stored = sorted((repo / "configs/quickstart/data").iterdir())
+    base = repo / "configs/quickstart"
+    files, stored = (
+        sorted(file for part in ("data", "pairs") for file in (folder / part).iterdir())
+        for folder in (made, base)
+    )
     assert [file.name for file in files] == [file.name for file in stored]
     assert all(
         one.read_bytes() == other.read_bytes() for one, other in zip(files, stored, strict=True)
