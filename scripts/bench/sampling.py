@@ -29,7 +29,8 @@ from scripts.bench.harness.rows import append_rows, gpu_name, versions
 from tlora_megatron.config.job import HF_TARGETS, LoraSpec
 from tlora_megatron.layers.slab import factor_names, factor_shape
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
+from tlora_megatron.runtime.sampling.batcher import Batcher
+from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import Prompt, SamplerLimits, SamplingParams
 from tlora_megatron.training.formats.hf_checkpoint import RandomWeights
 from tlora_megatron.training.formats.hf_convert import hf_shapes

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.config.job import EXPERT_TARGETS, SHARED_EXPERT_TARGETS, LoraSpec
 from tlora_megatron.model.config_json import read_model_spec
-from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
+from tlora_megatron.runtime.sampling.batcher import Batcher
+from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, SamplerLimits, gather
 from tlora_megatron.training.formats.peft import export_adapter
 

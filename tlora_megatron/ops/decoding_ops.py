@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from tlora_megatron.ops.decoding import (
     down_reference,
 )
 from tlora_megatron.ops.lora.kernel_choice import runs_triton
-from tlora_megatron.ops.lora.linear_ops import BoundLinear, LinearOps, SiteFactors
+from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, LinearOps, SiteFactors
 
 
 def attend_cached(
@@ -28,6 +30,11 @@ def attend_cached(
     from tlora_megatron.ops.decoding_triton import launch_attention
 
     return launch_attention(q_TND.contiguous(), k_CGD, v_CGD, spans, scale)
+
+
+@cache
+def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class DecodingOps:
@@ -49,6 +56,21 @@ class _DecodingLinear(BoundLinear):
 
     __slots__ = ()
     rows: Any
+
+    def forward(self, x_TK: Tensor, base: Base, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns y `[T, N]` and s; in a graph the branch runs beside the base's GEMM."""
+        is_recorded = x_TK.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not is_recorded or not isinstance(base, Tensor):
+            return super().forward(x_TK, base, bias_N)
+        main, beside = torch.cuda.current_stream(), _stream_beside(x_TK.device)
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            s = self.down(x_TK)
+            branch_TN = x_TK.new_zeros(len(x_TK), len(base), dtype=torch.float32)
+            self._add_up(branch_TN, s)
+        y_TN = F.linear(x_TK, base, bias_N)
+        main.wait_stream(beside)
+        return y_TN.add_(branch_TN), s
 
     def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         """Returns s as partial sums `[P, T, R]`, fp32."""

@@ -54,9 +54,9 @@ def _down_kernel(
 @triton.jit
 def _up_kernel(
     y: tl.tensor, s: tl.tensor, runs: tl.tensor, places: tl.tensor, lora_b: tl.tensor,
-    columns_of: tl.tensor, num_rows: tl.tensor, NUM_COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-    PARTS: tl.constexpr, TARGETS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    M: tl.constexpr, CHUNK: tl.constexpr,
+    like: tl.tensor, columns_of: tl.tensor, num_rows: tl.tensor, NUM_COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, TARGETS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     run = runs + 3 * tl.program_id(0)
     slot, begin, end = tl.load(run), tl.load(run + 1), tl.load(run + 2)
@@ -71,7 +71,7 @@ def _up_kernel(
         for p in range(TARGETS):
             width, stride = tl.load(columns_of + 4 * p), tl.load(columns_of + 4 * p + 1)
             first, size = tl.load(columns_of + 4 * p + 2), tl.load(columns_of + 4 * p + 3)
-            weight = tl.load(lora_b + p).to(tl.pointer_type(y.dtype.element_ty))
+            weight = tl.load(lora_b + p).to(tl.pointer_type(like.dtype.element_ty))
             if ALIGNED:
                 width, stride = tl.multiple_of(width, 16), tl.multiple_of(stride, 16)
                 first, size = tl.multiple_of(first, 16), tl.multiple_of(size, 16)
@@ -147,11 +147,11 @@ def launch_down(x_TK: Tensor, factors: SiteFactors, runs: SlotRuns) -> Tensor:
 
 
 def launch_up(y_TN: Tensor, s_PTR: Tensor, factors: SiteFactors, runs: SlotRuns) -> None:
-    """Adds `s B^T` to y."""
+    """Adds `s B^T` to y, of any dtype."""
     places, tables = factors.cached(SlotPlaces), factors.cached(SiteTables)
     parts, num_rows, width = s_PTR.shape
     _up_kernel[(len(runs.table), triton.cdiv(y_TN.shape[1], _COLUMNS))](
-        y_TN, s_PTR, runs.table, places.table, tables.lora_b, tables.columns,
+        y_TN, s_PTR, runs.table, places.table, tables.lora_b, factors.lora_a, tables.columns,
         num_rows, NUM_COLUMNS=y_TN.shape[1], WIDTH=width, PARTS=parts, TARGETS=len(factors.columns),
         ALIGNED=places.is_aligned and tables.aligned_lora_b,
         BLOCK=_COLUMNS, M=RUN_ROWS, CHUNK=RANK_CHUNK, num_warps=4,

@@ -20,7 +20,7 @@ from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.files import UserFiles, read_json, write_json
 from tlora_megatron.runtime.resident import open_resident
-from tlora_megatron.runtime.sampling.batcher import open_batcher
+from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.values import SamplerLimits
 from tlora_megatron.service import home as home_module
 from tlora_megatron.service.home import Home, Lease, read_lease, write_lease

@@ -125,8 +125,14 @@ class Decoder:
         self._adapters: Any = None
         self._numbers = torch.zeros(0, dtype=torch.int32, device=bank.device)
 
-    def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:
-        """Returns their hidden states, which hold until the next step."""
+    def step(
+        self, growths: Sequence[Growth], num_slots: int, tokens_n: Tensor | None = None
+    ) -> Tensor:
+        """Returns their hidden states, which hold until the next step.
+
+        Args:
+            tokens_n: on the device, in place of those of `growths`.
+        """
         numbers = pack_step(growths, num_slots, self._cache.scratch_row)
         is_full = len(numbers) > len(self._numbers)
         if is_full or self._adapters is not self._bank.adapters:
@@ -139,6 +145,8 @@ class Decoder:
         host = torch.empty(len(numbers), dtype=torch.int32, pin_memory=is_pinned)
         host.numpy()[:] = numbers
         self._numbers[: len(numbers)].copy_(host, non_blocking=is_pinned)
+        if tokens_n is not None:
+            self._numbers[: len(growths)] = tokens_n
         size = bucket_of(len(growths))
         if self.records and size in self._seen and size not in self.graphs:
             self._record(size, num_slots)

@@ -115,15 +115,23 @@ class Stepper:
         else:
             self.decoder = Decoder(self._hidden, self.cache, bank, records=True)
 
+    @property
+    def takes_choices(self) -> bool:
+        """True if the tokens of a step may be known to the device alone."""
+        return self.decoder is not None
+
     @torch.no_grad()
-    def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:
+    def step(
+        self, growths: Sequence[Growth], num_slots: int, tokens_n: Tensor | None = None
+    ) -> Tensor:
         """Computes new tokens; returns their hidden states `[T, H]`, behind the last norm.
 
         Args:
             growths: in ascending order of slot, not empty.
+            tokens_n: on the device, in place of the one token of each; only if it takes choices.
         """
         if self.decoder is not None and all(len(growth.tokens) == 1 for growth in growths):
-            return self.decoder.step(growths, num_slots)
+            return self.decoder.step(growths, num_slots, tokens_n)
         view = growing_view(growths, self.cache, num_slots=num_slots, row_budget=self.step_tokens)
         tokens_T = torch.tensor([token for growth in growths for token in growth.tokens])
         return self._hidden(view, to_device(tokens_T, self.device))

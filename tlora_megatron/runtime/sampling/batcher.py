@@ -1,30 +1,27 @@
-"""Continuous batching: at every step, all sequences that grow and the prompts there is room for."""
+"""Continuous batching: at every step, all sequences that grow and the prompts there is room for.
+
+Where the device can take its own choices as the next step's tokens, that step begins before the
+host knows them: a sequence that turns out to have ended has run one step too far, unseen.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.integrations.megatron.key_cache import Growth
-from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
-from tlora_megatron.layers.multi_adapter import attach
-from tlora_megatron.model.spec import ModelSpec
-from tlora_megatron.ops.decoding_ops import DecodingOps
 from tlora_megatron.ops.host_copy import to_device
-from tlora_megatron.ops.lora.kernel_choice import choose_ops
-from tlora_megatron.runtime.backbone import know_base, open_backbone
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.tracks import (
+    Chosen,
     Request,
     Tell,
     Track,
@@ -32,19 +29,17 @@ from tlora_megatron.runtime.sampling.tracks import (
     draws_of,
     log_probabilities,
     penalise,
+    tell_token,
     top_of,
 )
 from tlora_megatron.runtime.sampling.values import (
     AdapterKey,
     Piece,
     Prompt,
-    SamplerLimits,
     Scores,
-    StopReason,
     TextStream,
+    TopLogprobs,
 )
-from tlora_megatron.training.data.tokenize import load_tokenizer, stop_tokens
-from tlora_megatron.training.run.training_run import DTYPES
 
 if TYPE_CHECKING:
     from tlora_megatron.integrations.megatron.stepper import Stepper
@@ -80,6 +75,8 @@ class Batcher:
         self._tracks: list[Track] = []
         self._late: list[Callable[[], bool]] = []
         """What is told, and decoded to text, while the device computes the next step."""
+        self._chosen: Chosen | None = None
+        """Next tokens that the host has not read; only of sequences that may run ahead."""
 
     @property
     def has_work(self) -> bool:
@@ -140,16 +137,14 @@ class Batcher:
         for track in [track for track in self._tracks if track.request.is_cancelled]:
             self._remove(track)
         self._admit()
+        if self._chosen is not None:
+            chosen, self._chosen = self._chosen, None
+            if self._may_run_ahead(chosen):
+                self._step_ahead(chosen)
+                return
+            self._read(chosen)
         plan = self._plan()
-        growths = [
-            Growth(
-                slot=self._shelf.slot(track.request.key),
-                past=track.cached,
-                tokens=tuple(track.tokens[track.cached : track.cached + count]),
-                rows=track.rows,
-            )
-            for track, count in plan
-        ]
+        growths = [self._growth(track, count) for track, count in plan]
         hidden_TH = self._model.step(growths, self._shelf.num_slots) if plan else None
         self._tell_late()
         if hidden_TH is None:
@@ -164,6 +159,37 @@ class Batcher:
                 ready.append((track, end - 1))
         if ready:
             self._go_on(ready, hidden_TH)
+        if not self._tracks:
+            self._tell_late()
+
+    def _growth(self, track: Track, count: int) -> Growth:
+        tokens = tuple(track.tokens[track.cached : track.cached + count])
+        slot = self._shelf.slot(track.request.key)
+        return Growth(slot=slot, past=track.cached, tokens=tokens, rows=track.rows)
+
+    def _may_run_ahead(self, chosen: Chosen) -> bool:
+        """True if the next step is of these sequences alone."""
+        live = sum(not track.has_ended for track in chosen.tracks)
+        return self._model.takes_choices and live == len(self._tracks)
+
+    def _step_ahead(self, chosen: Chosen) -> None:
+        """Computes the step behind tokens that only the device knows, then reads these."""
+        rows = [
+            row
+            for row, track in enumerate(chosen.tracks)
+            if not track.has_ended and track.num_new + 1 < track.request.most_new
+        ]
+        if rows:
+            tracks, tokens_n = [chosen.tracks[row] for row in rows], chosen.tokens_n
+            if len(rows) < len(tokens_n):
+                tokens_n = tokens_n[to_device(torch.tensor(rows), tokens_n.device)]
+            growths = [replace(self._growth(track, 1), tokens=(0,)) for track in tracks]
+            hidden_TH = self._model.step(growths, self._shelf.num_slots, tokens_n)
+            for track in tracks:
+                track.cached += 1
+            self._chosen = self._choose(tracks, self._model.logits(hidden_TH))
+        self._tell_late()
+        self._read(chosen)
         if not self._tracks:
             self._tell_late()
 
@@ -232,7 +258,13 @@ class Batcher:
         for begin in range(0, len(growing), _SCORED_ROWS):
             tracks = growing[begin : begin + _SCORED_ROWS]
             index = torch.tensor(rows[begin : begin + _SCORED_ROWS])
-            self._choose(tracks, self._model.logits(hidden_TH[to_device(index, hidden_TH.device)]))
+            logits_nV = self._model.logits(hidden_TH[to_device(index, hidden_TH.device)])
+            chosen = self._choose(tracks, logits_nV)
+            is_one = len(growing) == len(tracks)
+            if is_one and self._model.takes_choices and all(track.may_wait for track in tracks):
+                self._chosen = chosen
+            else:
+                self._read(chosen)
 
     def _branch(self, track: Track) -> list[Track]:
         """Ends a prompt's own track; returns those of its samples."""
@@ -261,39 +293,44 @@ class Batcher:
         self._remove(track)
         return samples
 
-    def _choose(self, tracks: Sequence[Track], logits_nV: Tensor) -> None:
-        """Gives each sequence its next token; the only place where a step waits for the device."""
+    def _choose(self, tracks: Sequence[Track], logits_nV: Tensor) -> Chosen:
+        """Chooses the next token of each sequence, without a wait for the device."""
         params = [track.request.prompt.params for track in tracks]
         draws = [track.draws for track in tracks if track.draws is not None]
         chosen_n = choose(penalise(logits_nV, tracks), params, draws)
         logprobs_nV = log_probabilities(logits_nV)
         logprobs_n = logprobs_nV.gather(1, chosen_n[:, None])[:, 0]
         columns = (chosen_n, logprobs_n, logits_nV.isfinite().all(dim=-1))
-        found = torch.stack([column.double() for column in columns], dim=1).tolist()
-        _refuse([track for track, row in zip(tracks, found, strict=True) if not row[2]])
-        for i, (track, (token, logprob, is_good)) in enumerate(zip(tracks, found, strict=True)):
-            if is_good:
-                count = params[i].top_logprobs
-                piece = Piece(
-                    prompt=track.request.number,
-                    sample=track.sample or 0,
-                    tokens=(int(token),),
-                    logprobs=(logprob,),
-                    top_logprobs=(top_of(logprobs_nV[i], count),) if count else (),
-                )
-                self._append(track, piece)
+        found = torch.stack([column.double() for column in columns], dim=1)
+        top = {
+            row: top_of(logprobs_nV[row], one.top_logprobs)
+            for row, one in enumerate(params)
+            if one.top_logprobs
+        }
+        return Chosen(tracks, chosen_n, found, top)
 
-    def _append(self, track: Track, piece: Piece) -> None:
+    def _read(self, chosen: Chosen) -> None:
+        """Gives each sequence its next token; the only place where a step waits for the device."""
+        found = chosen.wait()
+        rows = [row for row, track in enumerate(chosen.tracks) if not track.has_ended]
+        _refuse([chosen.tracks[row] for row in rows if not found[row][2]])
+        for row in rows:
+            token, logprob, is_good = found[row]
+            if is_good:
+                self._append(chosen.tracks[row], int(token), logprob, chosen.top.get(row))
+
+    def _append(self, track: Track, token: int, logprob: float, top: TopLogprobs | None) -> None:
         """Adds a token, and tells it: late where that cannot change what is computed next."""
-        (token,), params = piece.tokens, track.request.prompt.params
+        params = track.request.prompt.params
         track.tokens.append(token)
         is_eos = token in self.words.eos and not params.ignore_eos
         by = token if is_eos or token in params.stop_tokens else None
         has_ended = by is not None or track.num_new == track.request.most_new
+        tell = functools.partial(tell_token, track, token, logprob, top, by, has_ended)
         if params.stop or not self._model.runs_ahead:
-            has_ended = _tell(track, piece, by, has_ended)
+            has_ended = tell()
         else:
-            self._late.append(functools.partial(_tell, track, piece, by, has_ended))
+            self._late.append(tell)
         if has_ended:
             self._remove(track)
 
@@ -305,6 +342,7 @@ class Batcher:
     def _remove(self, track: Track) -> None:
         """Lets go of a sequence; the rows of a request go back with its last one."""
         self._tracks.remove(track)
+        track.has_ended = True
         request = track.request
         request.num_live -= 1
         if request.num_live == 0:
@@ -312,83 +350,8 @@ class Batcher:
             request.rows = request.rows[:0]
 
 
-def _tell(track: Track, piece: Piece, by: int | str | None, has_ended: bool) -> bool:
-    """Tells a piece with its text; returns True if its sequence ends, if need be by that text."""
-    assert track.text is not None, "a sample has a text"
-    text = ""
-    if by is None:
-        text, by = track.text.add(piece.tokens[0])
-    has_ended = has_ended or by is not None
-    if has_ended and not isinstance(by, str):
-        rest = track.text.end()
-        text, by = text + rest.text, by if rest.stop is None else rest.stop
-    reason: StopReason | None = None
-    if has_ended:
-        reason = "length" if by is None else "stop"
-    track.request.tell(replace(piece, text=text, stop_reason=reason, stopped_by=by))
-    return has_ended
-
-
 def _refuse(tracks: Sequence[Track]) -> None:
     """Ends the requests of sequences that have no next token; others go on."""
     for request in {id(track.request): track.request for track in tracks}.values():
         request.is_cancelled = True
         request.tell(ValueError("the model must give finite logits, got some that are not"))
-
-
-_CPU_TOKENS, _GPU_TOKENS = 2048, 8192
-_CPU_BYTES, _GPU_SHARE = 512 << 20, 0.5
-
-
-def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
-    """Loads a base and makes it ready for requests.
-
-    Args:
-        base: the section `base_model` of a configuration, its path absolute. Its dtype is that
-            of training, too, so that both say the same log-probabilities.
-    """
-    on_gpu = torch.cuda.is_available()
-    step_tokens = limits.step_tokens or (_GPU_TOKENS if on_gpu else _CPU_TOKENS)
-    sections = {
-        "base_model": dict(base),
-        "run": {"micro_batch_tokens": step_tokens},
-    }
-    config = read_gang_config(sections, Path("/"), output_dir="/")
-    known = know_base(config, (0, 1), refuses_gpt_oss="the base of a sampler")
-    spec = known.spec
-    opened = open_backbone(config, known)
-    held = frozenset(spec.peft_targets)
-    dtype, device = DTYPES[config.base_model.dtype], opened.groups.device
-    bank = AdapterBank(
-        [site for site, _ in opened.linears],
-        BankShape(targets=held, block_targets=held),
-        dtype=dtype,
-        device=device,
-        ops=DecodingOps(choose_ops(device, dtype)),
-    )
-    attach(opened.linears, bank)
-    # Not at the top: what needs no model needs no Megatron-core.
-    from tlora_megatron.integrations.megatron.stepper import Stepper
-
-    engine: Any = opened.engine
-    cache_bytes = limits.cache_bytes
-    if cache_bytes is None:
-        cache_bytes = int(_GPU_SHARE * torch.cuda.mem_get_info()[0]) if on_gpu else _CPU_BYTES
-    stepper = Stepper(engine.model, spec, bank, cache_bytes=cache_bytes, step_tokens=step_tokens)
-    shelf = AdapterShelf(bank, spec, limits.adapters)
-    words = read_words(config.base_model.folder, spec)
-    return Batcher(stepper, shelf, words, most_sequences=limits.sequences)
-
-
-def read_words(folder: Path, spec: ModelSpec) -> Words:
-    """Reads the tokenizer of a base, and which of its tokens end a sequence."""
-    tokenizer = load_tokenizer(folder)
-    positions = spec.max_positions
-    if spec.sliding_window is not None:  # the base runs without a window
-        positions = min(positions, spec.sliding_window)
-    return Words(
-        tokenizer=tokenizer,
-        eos=stop_tokens(tokenizer),
-        vocab_size=spec.vocab_size,
-        max_positions=positions,
-    )

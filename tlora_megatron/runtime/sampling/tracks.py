@@ -1,4 +1,4 @@
-"""A sampler's notes of each request and sequence that grows, and the choice of next tokens.
+"""A sampler's notes of each request and sequence that grows; how tokens are chosen and told.
 
 A sequence draws one number a token from a generator of its own, so who is sampled beside it does
 not matter to it. The number is looked up in the sequence's own cumulative distribution.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,6 +23,7 @@ from tlora_megatron.runtime.sampling.values import (
     Piece,
     Prompt,
     SamplingParams,
+    StopReason,
     TextStream,
     TokenLogprob,
     TopLogprobs,
@@ -48,38 +49,45 @@ def choose(
     Temperature comes first, then the `top_k` likeliest, then the fewest of these that hold `top_p`.
     """
     chosen_n = logits_nV.argmax(dim=-1)
+    numbers = [
+        draw.random() if one.temperature > 0 else 0.0
+        for one, draw in zip(params, draws, strict=True)
+    ]
     drawn = [i for i, one in enumerate(params) if one.temperature > 0]
-    if drawn:
-        rows = to_device(torch.tensor(drawn), logits_nV.device)
-        # Rows that are not finite are refused, and must not end in an index of nothing before.
-        chosen_n[rows] = _draw(
-            logits_nV[rows].nan_to_num(),
-            [params[i] for i in drawn],
-            [draws[i].random() for i in drawn],
-        )
+    for own in ([i for i in drawn if params[i].cuts is cuts] for cuts in (False, True)):
+        if own:
+            rows = to_device(torch.tensor(own), logits_nV.device)
+            # Rows that are not finite are refused, and must not end in an index of nothing before.
+            chosen_n[rows] = _draw(
+                logits_nV[rows].nan_to_num(), [params[i] for i in own], [numbers[i] for i in own]
+            )
     return chosen_n
 
 
 def _draw(logits_nV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
+    """Draws from all tokens as they lie, or, where all rows cut some off, from the likeliest."""
+
     def column(values: Sequence[float]) -> Tensor:
         return to_device(torch.tensor(values, dtype=torch.float64), logits_nV.device)[:, None]
 
-    size = logits_nV.shape[1]
+    size, cuts = logits_nV.shape[1], params[0].cuts
     # The likeliest token has 0, whatever it is divided by: nothing becomes infinite.
     below_nV = logits_nV.double() - logits_nV.double().amax(dim=-1, keepdim=True)
-    scaled_nV = below_nV / column([one.temperature for one in params])
-    p_nV, order_nV = scaled_nV.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
-    rank_V = torch.arange(size, device=logits_nV.device)
-    p_nV = p_nV * (rank_V < column([one.top_k or size for one in params]))
-    before_nV = p_nV.cumsum(dim=-1) - p_nV
-    kept_n1 = p_nV.sum(dim=-1, keepdim=True) * column([one.top_p for one in params])
-    p_nV = p_nV * ((before_nV < kept_n1) | (rank_V == 0))
+    p_nV = (below_nV / column([one.temperature for one in params])).softmax(dim=-1)
+    if cuts:
+        p_nV, order_nV = p_nV.sort(dim=-1, descending=True, stable=True)
+        rank_V = torch.arange(size, device=logits_nV.device)
+        p_nV = p_nV * (rank_V < column([one.top_k or size for one in params]))
+        before_nV = p_nV.cumsum(dim=-1) - p_nV
+        kept_n1 = p_nV.sum(dim=-1, keepdim=True) * column([one.top_p for one in params])
+        p_nV = p_nV * ((before_nV < kept_n1) | (rank_V == 0))
     sums_nV = p_nV.cumsum(dim=-1)
-    wanted_n1 = column(numbers) * sums_nV[:, -1:]
-    places_n1 = torch.searchsorted(sums_nV, wanted_n1, right=True)
+    total_n1 = sums_nV[:, -1:]
     # A number just below 1 may round up to the sum, behind which nothing is left.
-    last_n1 = (p_nV > 0).sum(dim=-1, keepdim=True) - 1
-    return order_nV.gather(1, torch.minimum(places_n1, last_n1))[:, 0]
+    most_n1 = total_n1.nextafter(torch.zeros_like(total_n1))
+    wanted_n1 = torch.minimum(column(numbers) * total_n1, most_n1)
+    places_n1 = torch.searchsorted(sums_nV, wanted_n1, right=True)
+    return (order_nV.gather(1, places_n1) if cuts else places_n1)[:, 0]
 
 
 def top_of(logprobs_V: Tensor, count: int) -> TopLogprobs:
@@ -156,11 +164,81 @@ class Track:
     """None = the prompt"""
     draws: random.Random | None = None
     text: TextStream | None = None
+    has_ended: bool = False
 
     @property
     def num_new(self) -> int:
         """Tokens that were generated."""
         return len(self.tokens) - len(self.request.prompt.tokens)
+
+    @property
+    def may_wait(self) -> bool:
+        """True if no token changes how its next one is computed, or what comes of it."""
+        params = self.request.prompt.params
+        return not (params.stop or params.presence_penalty or params.frequency_penalty)
+
+
+class Chosen:
+    """Next tokens of sequences, on their way to the host.
+
+    Args:
+        found: each with its log-probability, and whether its logits are finite, `[n, 3]`.
+        top: by row, where a sequence asks for them.
+    """
+
+    def __init__(
+        self,
+        tracks: Sequence[Track],
+        tokens_n: Tensor,
+        found: Tensor,
+        top: Mapping[int, TopLogprobs],
+    ) -> None:
+        self.tracks, self.tokens_n, self.top = tracks, tokens_n, top
+        self._found = found.to("cpu", non_blocking=True)
+        self._has_come = torch.cuda.Event() if found.is_cuda else None
+        if self._has_come is not None:
+            self._has_come.record()
+
+    def wait(self) -> list[list[float]]:
+        """What was found, a row a sequence."""
+        if self._has_come is not None:
+            self._has_come.synchronize()
+        return self._found.tolist()
+
+
+def tell_token(
+    track: Track,
+    token: int,
+    logprob: float,
+    top: TopLogprobs | None,
+    by: int | str | None,
+    has_ended: bool,
+) -> bool:
+    """Tells a token with its text; returns True if its sequence ends, if need be by that text."""
+    assert track.text is not None, "a sample has a text"
+    text = ""
+    if by is None:
+        text, by = track.text.add(token)
+    has_ended = has_ended or by is not None
+    if has_ended and not isinstance(by, str):
+        rest = track.text.end()
+        text, by = text + rest.text, by if rest.stop is None else rest.stop
+    reason: StopReason | None = None
+    if has_ended:
+        reason = "length" if by is None else "stop"
+    track.request.tell(
+        Piece(
+            prompt=track.request.number,
+            sample=track.sample or 0,
+            tokens=(token,),
+            logprobs=(logprob,),
+            top_logprobs=() if top is None else (top,),
+            text=text,
+            stop_reason=reason,
+            stopped_by=by,
+        )
+    )
+    return has_ended
 
 
 def penalise(logits_nV: Tensor, tracks: Sequence[Track]) -> Tensor:

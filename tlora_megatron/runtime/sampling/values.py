@@ -50,6 +50,11 @@ class SamplingParams:
     ignore_eos: bool = False
     top_logprobs: int = 0
 
+    @property
+    def cuts(self) -> bool:
+        """True if only the likeliest tokens are drawn from."""
+        return self.top_k is not None or self.top_p < 1
+
     def __post_init__(self) -> None:
         for name, least in (("max_tokens", 0), ("top_k", 1)):
             value = getattr(self, name)

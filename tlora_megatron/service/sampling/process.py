@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tlora_megatron.channel import LinePipe, to_line
-from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
+from tlora_megatron.runtime.sampling.batcher import Batcher
+from tlora_megatron.runtime.sampling.opening import open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits, merged
 from tlora_megatron.service.sampling.wire import lean, prompt_from_json, serve

@@ -34,7 +34,7 @@ class Numbers:
 
 
 def choose_one(number: float, **params: float) -> int:
-    """The token for a number; tokens lie in the order 1, 3, 2, 0."""
+    """The token for a number; where some are cut off, tokens lie in the order 1, 3, 2, 0."""
     logits = torch.tensor([PROBABILITIES]).log()
     return choose(logits, [SamplingParams(**params)], [Numbers(number)]).item()  # type: ignore[arg-type]
 
@@ -42,7 +42,16 @@ def choose_one(number: float, **params: float) -> int:
 @pytest.mark.parametrize(
     ("number", "token"), [(0.0, 1), (0.39, 1), (0.41, 3), (0.69, 3), (0.71, 2), (0.91, 0)]
 )
-def test_number_is_looked_up_from_the_likeliest_on(number: float, token: int) -> None:
+def test_number_is_looked_up_from_the_likeliest_on_where_a_cut_asks(
+    number: float, token: int
+) -> None:
+    assert choose_one(number, top_k=4) == token
+
+
+@pytest.mark.parametrize(
+    ("number", "token"), [(0.0, 0), (0.09, 0), (0.11, 1), (0.49, 1), (0.51, 2), (0.71, 3)]
+)
+def test_number_is_looked_up_as_tokens_lie(number: float, token: int) -> None:
     assert choose_one(number) == token
 
 
@@ -52,7 +61,8 @@ def test_the_smallest_temperature_takes_the_likeliest_token() -> None:
 
 def test_number_close_to_one_finds_a_token_that_is_kept() -> None:
     assert choose_one(1 - 1e-17, top_k=2) == 3
-    assert choose_one(1 - 1e-17) == 0
+    assert choose_one(1 - 1e-17) == 3
+    assert choose_one(1 - 1e-17, top_k=4) == 0
 
 
 def test_top_k_and_top_p_keep_the_likeliest() -> None:
@@ -66,7 +76,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
 
 def test_temperature_sharpens_and_zero_is_the_likeliest() -> None:
     assert choose_one(0.99, temperature=0.01) == 1
-    assert choose_one(0.26, temperature=100.0) == 3
+    assert choose_one(0.26, temperature=100.0) == 1
     logits = torch.tensor([[1.0, 3.0, 3.0]])
     assert choose(logits, [SamplingParams(temperature=0.0)], [Numbers()]).tolist() == [1]
 
@@ -75,7 +85,7 @@ def test_rows_have_their_own_parameters_and_numbers() -> None:
     logits = torch.tensor([PROBABILITIES] * 3).log()
     params = [SamplingParams(top_k=1), SamplingParams(temperature=0.0), SamplingParams()]
     draws = [Numbers(0.99), Numbers(), Numbers(0.99)]
-    assert choose(logits, params, draws).tolist() == [1, 1, 0]
+    assert choose(logits, params, draws).tolist() == [1, 1, 3]
 
 
 def test_frequencies_are_the_probabilities() -> None:
