@@ -21,6 +21,18 @@ from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.lora.linear_ops import Base, BoundLinear, LinearOps, SiteFactors
 
 
+def write_cached(
+    keys_CGD: Tensor, values_CGD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows_T: Tensor
+) -> None:
+    """Writes new keys and values to their rows of a cache."""
+    if not runs_triton(k_TGD):
+        keys_CGD[rows_T], values_CGD[rows_T] = k_TGD, v_TGD
+        return
+    from tlora_megatron.ops.decoding_triton import launch_write
+
+    launch_write(keys_CGD, values_CGD, k_TGD, v_TGD, rows_T)
+
+
 def attend_cached(
     q_TND: Tensor, k_CGD: Tensor, v_CGD: Tensor, spans: KeySpans, scale: float
 ) -> Tensor:
@@ -58,7 +70,7 @@ class _DecodingLinear(BoundLinear):
     rows: Any
 
     def forward(self, x_TK: Tensor, base: Base, bias_N: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Returns y `[T, N]` and s; in a graph the branch runs beside the base's GEMM."""
+        """Returns y `[T, N]` and s, which a graph computes beside the base's GEMM."""
         is_recorded = x_TK.is_cuda and torch.cuda.is_current_stream_capturing()
         if not is_recorded or not isinstance(base, Tensor):
             return super().forward(x_TK, base, bias_N)
@@ -66,11 +78,9 @@ class _DecodingLinear(BoundLinear):
         beside.wait_stream(main)
         with torch.cuda.stream(beside):
             s = self.down(x_TK)
-            branch_TN = x_TK.new_zeros(len(x_TK), len(base), dtype=torch.float32)
-            self._add_up(branch_TN, s)
         y_TN = F.linear(x_TK, base, bias_N)
         main.wait_stream(beside)
-        return y_TN.add_(branch_TN), s
+        return self._add_up(y_TN, s), s
 
     def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         """Returns s as partial sums `[P, T, R]`, fp32."""

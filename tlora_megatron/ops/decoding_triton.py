@@ -54,9 +54,9 @@ def _down_kernel(
 @triton.jit
 def _up_kernel(
     y: tl.tensor, s: tl.tensor, runs: tl.tensor, places: tl.tensor, lora_b: tl.tensor,
-    like: tl.tensor, columns_of: tl.tensor, num_rows: tl.tensor, NUM_COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, PARTS: tl.constexpr, TARGETS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr, M: tl.constexpr, CHUNK: tl.constexpr,
+    columns_of: tl.tensor, num_rows: tl.tensor, NUM_COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    PARTS: tl.constexpr, TARGETS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    M: tl.constexpr, CHUNK: tl.constexpr,
 ) -> None:  # fmt: skip
     run = runs + 3 * tl.program_id(0)
     slot, begin, end = tl.load(run), tl.load(run + 1), tl.load(run + 2)
@@ -71,7 +71,7 @@ def _up_kernel(
         for p in range(TARGETS):
             width, stride = tl.load(columns_of + 4 * p), tl.load(columns_of + 4 * p + 1)
             first, size = tl.load(columns_of + 4 * p + 2), tl.load(columns_of + 4 * p + 3)
-            weight = tl.load(lora_b + p).to(tl.pointer_type(like.dtype.element_ty))
+            weight = tl.load(lora_b + p).to(tl.pointer_type(y.dtype.element_ty))
             if ALIGNED:
                 width, stride = tl.multiple_of(width, 16), tl.multiple_of(stride, 16)
                 first, size = tl.multiple_of(first, 16), tl.multiple_of(size, 16)
@@ -95,6 +95,20 @@ def _up_kernel(
         out = y + rows.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
         mask = live & inside[None, :]
         tl.store(out, (tl.load(out, mask=mask).to(tl.float32) + sums).to(y.dtype.element_ty), mask)
+
+
+@triton.jit
+def _write_kernel(
+    keys: tl.tensor, values: tl.tensor, k: tl.tensor, v: tl.tensor, rows: tl.tensor,
+    k_row: tl.tensor, k_group: tl.tensor, v_row: tl.tensor, v_group: tl.tensor,
+    DIM: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    row, place = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    group, dim, inside = place // DIM, place % DIM, place < SIZE
+    to = tl.load(rows + row) * SIZE + place
+    tl.store(keys + to, tl.load(k + row * k_row + group * k_group + dim, mask=inside), mask=inside)
+    value = tl.load(v + row * v_row + group * v_group + dim, mask=inside)
+    tl.store(values + to, value, mask=inside)
 
 
 @triton.jit
@@ -147,14 +161,26 @@ def launch_down(x_TK: Tensor, factors: SiteFactors, runs: SlotRuns) -> Tensor:
 
 
 def launch_up(y_TN: Tensor, s_PTR: Tensor, factors: SiteFactors, runs: SlotRuns) -> None:
-    """Adds `s B^T` to y, of any dtype."""
+    """Adds `s B^T` to y."""
     places, tables = factors.cached(SlotPlaces), factors.cached(SiteTables)
     parts, num_rows, width = s_PTR.shape
     _up_kernel[(len(runs.table), triton.cdiv(y_TN.shape[1], _COLUMNS))](
-        y_TN, s_PTR, runs.table, places.table, tables.lora_b, factors.lora_a, tables.columns,
+        y_TN, s_PTR, runs.table, places.table, tables.lora_b, tables.columns,
         num_rows, NUM_COLUMNS=y_TN.shape[1], WIDTH=width, PARTS=parts, TARGETS=len(factors.columns),
         ALIGNED=places.is_aligned and tables.aligned_lora_b,
         BLOCK=_COLUMNS, M=RUN_ROWS, CHUNK=RANK_CHUNK, num_warps=4,
+    )  # fmt: skip
+
+
+def launch_write(
+    keys_CGD: Tensor, values_CGD: Tensor, k_TGD: Tensor, v_TGD: Tensor, rows_T: Tensor
+) -> None:
+    """Writes rows of a cache, int64; the last dimension lies in one piece."""
+    groups, dim = k_TGD.shape[1:]
+    size = groups * dim
+    _write_kernel[(len(rows_T),)](
+        keys_CGD, values_CGD, k_TGD, v_TGD, rows_T, *k_TGD.stride()[:2], *v_TGD.stride()[:2],
+        DIM=dim, SIZE=size, BLOCK=triton.next_power_of_2(size),
     )  # fmt: skip
 
 

@@ -18,7 +18,12 @@ from tlora_megatron.ops.decoding import (
     most_runs,
     slot_runs,
 )
-from tlora_megatron.ops.decoding_triton import launch_attention, launch_down, launch_up
+from tlora_megatron.ops.decoding_triton import (
+    launch_attention,
+    launch_down,
+    launch_up,
+    launch_write,
+)
 
 pytestmark = RUNS
 HALF = torch.float16 if INTERPRETED else torch.bfloat16  # which the interpreter multiplies wrongly
@@ -63,3 +68,16 @@ def test_kernels_of_attention(heads: int, groups: int, dim: int, dtype: torch.dt
         found = launch_attention(*operands, dim**-0.5)
     tolerance = TOLERANCES[dtype]
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_kernel_that_writes_to_a_cache(dtype: torch.dtype) -> None:
+    cache = torch.randn(2, 9, 3, 20, device=DEVICE).to(dtype)
+    expected, (k_TGD, v_TGD) = (
+        cache.clone(),
+        torch.randn(2, 4, 3, 50, device=DEVICE).to(dtype)[..., 7:27],
+    )
+    rows_T = torch.tensor([7, 0, 8, 3], device=DEVICE)
+    expected[0, rows_T], expected[1, rows_T] = k_TGD, v_TGD
+    launch_write(cache[0], cache[1], k_TGD, v_TGD, rows_T)
+    assert (cache == expected).all()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.decoding_ops import write_cached
 from tlora_megatron.ops.host_copy import Array, to_device
 from tlora_megatron.ops.routing import AttentionSpans, Document, MicroBatchView, pack_micro_batch
 
@@ -78,7 +79,7 @@ class KeyCache:
     ) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of new rows, int64; returns those of the whole cache."""
         keys, values = self._keys[layer], self._values[layer]
-        keys[new_T], values[new_T] = key_TGD, value_TGD
+        write_cached(keys, values, key_TGD, value_TGD, new_T)
         return keys, values
 
 

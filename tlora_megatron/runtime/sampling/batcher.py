@@ -300,7 +300,8 @@ class Batcher:
         chosen_n = choose(penalise(logits_nV, tracks), params, draws)
         logprobs_nV = log_probabilities(logits_nV)
         logprobs_n = logprobs_nV.gather(1, chosen_n[:, None])[:, 0]
-        columns = (chosen_n, logprobs_n, logits_nV.isfinite().all(dim=-1))
+        ends = logits_nV.aminmax(dim=-1)
+        columns = (chosen_n, logprobs_n, ends.min.isfinite() & ends.max.isfinite())
         found = torch.stack([column.double() for column in columns], dim=1)
         top = {
             row: top_of(logprobs_nV[row], one.top_logprobs)
