@@ -146,7 +146,7 @@ def tokenize_chats(
     wheres: Sequence[str],
     template: str | None = None,
 ) -> list[TokenSequence]:
-    """Tokens of conversations as `read_chat` returns them; targets are answers of weight 1.
+    """Tokens of conversations as rows hold them; targets are answers of weight 1.
 
     Args:
         wheres: job, file and line of each, for errors.
