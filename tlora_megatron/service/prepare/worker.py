@@ -103,12 +103,9 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     job = replace(job, lora=read_job.prepared.spec.lora)
     found = _accepted(job_id, job, read_job, rules, reader.spec)
     # For the sampler, people and scripts: of a job's settings the store is what counts.
-    kept = {
-        "name": job.name,
-        "base_model": submission.base_model,
-        "job": found.document,
-        "chat_template": files_of(job)[0].template(read),
-    }
+    kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
+    if (template := files_of(job)[0].template(read)) is not None:
+        kept |= {"chat_template": template}
     write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
     return found
 

@@ -32,6 +32,7 @@ from tlora_megatron.service.sampling.vllm_server import (
 
 if TYPE_CHECKING:
     from tlora_megatron.service.sampling.vllm_probe import ProbeSettings
+    from tlora_megatron.training.data.job_data import TokenizerFolder
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class VllmSampler(Sampler):
         self._started: dict[str, asyncio.Task[Door]] = {}
         self._num_open = 0
         self._writer = ThreadPoolExecutor(1)
+        self._tokenizers: dict[Path, TokenizerFolder] = {}
+        """By base's folder; used on the writer's thread alone."""
 
     def _door(self, server: Server, probe: ProbeSettings | None = None) -> Door:
         settings = self._settings
@@ -130,13 +133,14 @@ class VllmSampler(Sampler):
         return [int(token) for token in answer["tokens"]]
 
     def _write(self, base: str, chat: Mapping[str, Any], template: str | None) -> list[int]:
-        # Not at the top: most services need no tokenizer here, which is half a second's import.
+        # Not at the top: few services need a tokenizer here, which is more than a second's import.
         from tlora_megatron.training.data.job_data import TokenizerFolder
         from tlora_megatron.training.data.tokenize import encode_prompt
 
         folder = read_base_model(dict(self._section(base)), Path("/")).folder
         try:
-            tokenizer = TokenizerFolder(folder).tokenizer
+            source = self._tokenizers.setdefault(folder, TokenizerFolder(folder))
+            tokenizer = source.tokenizer
         except ValueError as error:
             raise SamplerUnavailable(str(error)) from error
         try:
@@ -158,6 +162,7 @@ class VllmSampler(Sampler):
         self._started.clear()
         for door in [*self._running, *(one for one in found if isinstance(one, Door))]:
             await door.close()
+        self._writer.shutdown(wait=False)
 
     async def _ask(
         self, base: str, number: int, prompt: Prompt, streams: bool
