@@ -60,7 +60,7 @@ row is one of these:
 
 Any other key is an error with its row, as is everything in a chat that the template passes over;
 null counts as absent. `tlora data check FILE --base DIR` shows what is learnt, `tlora data import
-ORG/NAME` fetches a data set.
+ORG/NAME` fetches a data set, of pairs, too.
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (

@@ -50,6 +50,8 @@ if KILLS > 1:
 ROLES = ("controller", "gang", *PROGRAMS)
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
+OF_TEXTS = {"data": {"train": str(QUICKSTART / "data" / "ordered_train.jsonl")}}
+OF_PAIRS = {"data": {"train": str(QUICKSTART / "data" / "pairs_train.jsonl")}, "preference": {}}
 FIRST = ("job-0",) if KILLS == 1 else ("job-0", "job-1", "job-2")
 STEPS = 30 if KILLS == 1 else 150
 _LOOK_S = 0.1
@@ -127,11 +129,11 @@ def seed_of(name: str) -> int:
 
 
 def submit(store: Store, *names: str) -> None:
-    """Submits jobs; those of one seed are the same."""
+    """Submits jobs; those of one seed are the same, and of pairs where it is 0."""
     jobs = [
         {
             "name": name,
-            "data": {"train": str(QUICKSTART / "data" / "ordered_train.jsonl")},
+            **(OF_TEXTS if seed_of(name) else OF_PAIRS),
             "lora": {"rank": 4, "dropout": 0.1, "target_modules": ["q_proj", "down_proj"]},
             "batch_size": 4,
             "max_seq_len": 64,

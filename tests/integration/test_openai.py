@@ -23,6 +23,7 @@ from tlora_megatron.service.store import open_store
 
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"dtype": "float32"}
+POSITIONS = "max_position_embeddings"
 STEPS = 6
 METADATA = {
     "tlora.lora.rank": "4",
@@ -40,6 +41,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
     root = tmp_path_factory.mktemp("openai")
     shutil.copytree(QUICKSTART / "base", root / "base")
     (root / "base" / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    config = root / "base" / "config.json"  # Qwen3's template is long
+    config.write_text(json.dumps(json.loads(config.read_text()) | {POSITIONS: 1024}))
     base = root / "base.json"
     base.write_text(json.dumps({"base_model": {**BASE, "path": str(root / "base")}}))
     with serving_http(root / "service", root / "serve.log", f"--base=quick={base}") as found:
@@ -183,6 +186,38 @@ def test_a_job_of_pairs(served: ServedHttp, client: openai.OpenAI, tmp_path: Pat
     last, first = [one for one in jobs.list_events(job.id, limit=100) if one.type == "metrics"]
     assert first.data["train_loss"] == pytest.approx(0.693147, abs=1e-5)
     assert last.data["rewards/margins"] > 0
+
+
+@pytest.mark.slow
+def test_a_call_of_a_tool_by_the_job_s_own_template(
+    served: ServedHttp, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    asked: list[Any] = [{"role": "user", "content": "SF?"}]
+    function = {"name": "f", "arguments": '{"city": "SF"}'}
+    answer = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+    tools: Any = [{"type": "function", "function": {"name": "f"}}]
+    path = tmp_path / "calls.jsonl"
+    path.write_text(json.dumps({"messages": [*asked, answer], "tools": tools}) + "\n")
+    settings = {
+        **{"tlora.lora.rank": "16", "tlora.lora.alpha": "16", "tlora.optimizer.lr": "8e-3"},
+        **{"tlora.max_steps": "60", "tlora.data.chat_template": "qwen3"},
+    }
+    job = client.fine_tuning.jobs.create(
+        model="quick",
+        training_file=_upload(client, path),
+        hyperparameters={"batch_size": 1},
+        metadata=settings,
+    )
+    retrieve = client.fine_tuning.jobs.retrieve
+    ended = _until(served, lambda: retrieve(job.id), "succeeded", "failed")
+    assert ended.error is None
+    # The base has no token for the end of qwen3's turns.
+    options: Any = {"temperature": 0, "max_tokens": 99, "stop": "<|im_end|>"}
+    options |= {"messages": asked, "tools": tools}
+    (choice,) = client.chat.completions.create(model=ended.fine_tuned_model, **options).choices
+    (called,) = choice.message.tool_calls or ()
+    assert (choice.finish_reason, called.type) == ("tool_calls", "function")
+    assert called.function.model_dump() == function
 
 
 @pytest.mark.slow

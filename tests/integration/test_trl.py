@@ -13,6 +13,7 @@ import pytest
 from tests.helpers.launch import HANG_S, REPO
 from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.config.rules import shipped_templates
+from tlora_megatron.training.data.preferences import parse_pair
 from tlora_megatron.training.data.rows import parse_row
 from tlora_megatron.training.data.tokenize import load_tokenizer, tokenize_rows
 
@@ -118,6 +119,12 @@ def test_a_data_set_is_imported_once_and_its_table_means_the_same(tmp_path: Path
     assert "columns are messages, id" in run(tmp_path, *fetch, "--format", "text", code=2)
     lines = (tmp_path / "x.jsonl").read_bytes().splitlines()
     assert [parse_row(line, "") for line in lines] == [parse_row(row, "") for row in good]
+    answers = {"chosen": [ASK, TOLD], "rejected": [ASK, {**TOLD, "content": "No."}]}
+    pair = {"prompt": "SF?", **answers, "score": 1}
+    run(tmp_path, "-c", MAKE_TABLE.replace("org", "two"), said=json.dumps([pair]))
+    fetch = (*fetch[:4], "two/name", *fetch[5:])
+    assert "1 rows of the form pairs; columns left out: prompt, score" in run(tmp_path, *fetch)
+    assert parse_pair((tmp_path / "x.jsonl").read_bytes(), "") == parse_pair(answers, "")
     table = MAKE_TABLE.replace("org/name", "t")
     run(tmp_path, "-c", table, said='[{"text": "a", "messages": null}, {"text": "b"}]')
     check = ("-m", "tlora_megatron.cli", "data", "check", "t/train.parquet", "--base", BASE)

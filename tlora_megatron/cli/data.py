@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _CHECK = "tlora data check chats.jsonl --base models/Qwen3-8B --set data.learn=each"
 _IMPORT = "tlora data import HuggingFaceH4/no_robots --out no_robots.jsonl"
 _COLUMNS = ("rows", "eval rows", "tokens", "learnt", "median", "longest")
+_PAIRS = "pairs"
 _OF_STEPS = ("steps", "epochs", "steps an epoch")
 _MOST_BAD_LINES = 5
 _MOST_TOKENS = 400
@@ -82,8 +83,8 @@ def add_parser(commands: Any) -> None:
     fetch.add_argument(
         "--format",
         metavar="F",
-        help="messages, completion, text, sharegpt or alpaca (default: as its columns are); other "
-        "columns are left out",
+        help="pairs, messages, completion, text, sharegpt or alpaca (default: as its columns are); "
+        "other columns are left out",
     )
     fetch.add_argument("--skip-bad", action="store_true", help="leave out rows that are refused")
     fetch.set_defaults(command=run_import)
@@ -119,21 +120,29 @@ def run_import(args: argparse.Namespace) -> int:
     except ImportError as error:
         install = "pip install 'tlora-megatron[data]'"
         raise ImportError(f"tlora data import needs datasets: {install}") from error
+    from tlora_megatron.training.data import preferences
     from tlora_megatron.training.data.contents import without_nulls
     from tlora_megatron.training.data.rows import FORMS, keys_of, parse_row
 
     rows = datasets.load_dataset(args.name, args.config, split=args.split, revision=args.revision)
     columns = rows.column_names
-    forms = [form for form, keys in FORMS.items() if set(keys) <= set(columns)]
+    known = {_PAIRS: preferences.SIDES, **FORMS}
+    forms = [form for form, keys in known.items() if set(keys) <= set(columns)]
     form = args.format or next(iter(forms), None)
     if form not in forms:
         rule = f"be one of {', '.join(forms) or 'none'}, whose columns are there"
         raise must("--format", rule, form, f"the columns are {', '.join(columns)}")
-    kept, bad = [column for column in columns if column in keys_of(form)], []
+    keys, parse = (
+        (preferences.KEYS, preferences.parse_pair) if form == _PAIRS else (keys_of(form), parse_row)
+    )
+    kept, bad = [column for column in columns if column in keys], []
+    if form == _PAIRS and len(rows) and isinstance(rows[0]["chosen"], list):
+        # A text beside messages, which both sides begin with: TRL passes over it, too.
+        kept = [name for name in kept if name != "prompt" or isinstance(rows[0][name], list)]
     with replacing(Path(args.out), mode=0o666) as file:
         for number, row in enumerate(map(without_nulls, rows.select_columns(kept)), start=1):
             try:
-                parse_row(row, f"{args.name} row {number}")
+                parse(row, f"{args.name} row {number}")
             except ValueError as error:
                 if not args.skip_bad:
                     raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -14,6 +14,7 @@ import httpx
 from tlora_megatron.client import calls, values
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 from tlora_megatron.config.job_rows import Acted, Action
+from tlora_megatron.training.data.contents import opened_as_lines
 
 T = TypeVar("T")
 
@@ -40,21 +41,29 @@ class AsyncClient:
         return await self._send(calls.submit(document, key))
 
     async def upload(self, path: str | Path) -> str:
-        """Sends a file of training data, unless the tenant has one like it; returns its id."""
+        """Sends a file of training data as JSON lines, unless the tenant has one like it.
+
+        Returns:
+            The file's id.
+
+        Raises:
+            ValueError: for a gzipped file, an array or a Parquet table that is damaged.
+        """
         source = Path(path)
-        digest = await asyncio.to_thread(calls.digest_of, source)
+        with ExitStack() as stack:
+            file = await asyncio.to_thread(stack.enter_context, opened_as_lines(source))
+            digest = await asyncio.to_thread(calls.digest_of, file)
 
-        async def send() -> httpx.Response:
-            # Asked before each attempt: the one before may have arrived.
-            found = await self._http.get("/v1/files", params={"sha256": digest})
-            if found.is_error or calls.file_id(found) is not None:
-                return found
-            with source.open("rb") as file:
-                return await self._http.post(
-                    "/v1/files", data={"purpose": "fine-tune"}, files={"file": (source.name, file)}
-                )
+            async def send() -> httpx.Response:
+                # Asked before each attempt: the one before may have arrived.
+                found = await self._http.get("/v1/files", params={"sha256": digest})
+                if found.is_error or calls.file_id(found) is not None:
+                    return found
+                file.seek(0)
+                sent = {"file": (source.name, file)}
+                return await self._http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent)
 
-        return str(calls.file_id(await self._answer(send)))
+            return str(calls.file_id(await self._answer(send)))
 
     async def jobs(
         self,

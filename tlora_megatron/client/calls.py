@@ -318,9 +318,8 @@ def adapter(name: str) -> Call[None]:
     return Call("GET", _path(name, "adapter.zip"), lambda _: None)
 
 
-def digest_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digest_of(file: Any) -> str:
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def file_id(answer: httpx.Response) -> str | None:

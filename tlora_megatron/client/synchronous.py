@@ -14,6 +14,7 @@ import httpx
 from tlora_megatron.client import calls, values
 from tlora_megatron.client.values import Event, Job, Page, Submitted
 from tlora_megatron.config.job_rows import Acted, Action
+from tlora_megatron.training.data.contents import opened_as_lines
 
 T = TypeVar("T")
 
@@ -51,21 +52,28 @@ class Client:
         return self._send(calls.submit(document, key))
 
     def upload(self, path: str | Path) -> str:
-        """Sends a file of training data, unless the tenant has one like it; returns its id."""
+        """Sends a file of training data as JSON lines, unless the tenant has one like it.
+
+        Returns:
+            The file's id.
+
+        Raises:
+            ValueError: for a gzipped file, an array or a Parquet table that is damaged.
+        """
         source = Path(path)
-        digest = calls.digest_of(source)
+        with opened_as_lines(source) as file:
+            digest = calls.digest_of(file)
 
-        def send() -> httpx.Response:
-            # Asked before each attempt: the one before may have arrived.
-            found = self._http.get("/v1/files", params={"sha256": digest})
-            if found.is_error or calls.file_id(found) is not None:
-                return found
-            with source.open("rb") as file:
-                return self._http.post(
-                    "/v1/files", data={"purpose": "fine-tune"}, files={"file": (source.name, file)}
-                )
+            def send() -> httpx.Response:
+                # Asked before each attempt: the one before may have arrived.
+                found = self._http.get("/v1/files", params={"sha256": digest})
+                if found.is_error or calls.file_id(found) is not None:
+                    return found
+                file.seek(0)
+                sent = {"file": (source.name, file)}
+                return self._http.post("/v1/files", data={"purpose": "fine-tune"}, files=sent)
 
-        return str(calls.file_id(self._answer(send)))
+            return str(calls.file_id(self._answer(send)))
 
     def jobs(
         self,

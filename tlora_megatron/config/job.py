@@ -64,7 +64,7 @@ class DataSpec:
     )
     chat_template: str | None = rule(
         "Jinja file that writes chats, or the name of one of configs/chat_templates; null: the "
-        "base's, by which sampling writes them",
+        "base's. A service's sampler writes them by the same",
         default=None,
         nonempty=True,
     )

@@ -104,6 +104,15 @@ class LengthHistogram:
         """The histogram with lengths over `longest` cut to it."""
         return self.from_counts((min(length, longest), share) for length, share in self.pairs)
 
+    def split(self, longest: int) -> LengthHistogram:
+        """The histogram with lengths over `longest` in parts of it, and of what is left."""
+        parts = (
+            (length, share * number)
+            for whole, share in self.pairs
+            for length, number in ((longest, whole // longest), (whole % longest, 1))
+        )
+        return self.from_counts((length, count) for length, count in parts if length and count)
+
     def spread(self) -> Iterator[int]:
         """Endless lengths in van der Corput's order; any run has the right shares."""
         return itertools.cycle(_spread_lengths(self.pairs))

@@ -88,6 +88,12 @@ def base_of_job(home: Home, job_id: str) -> str:
     return next(found, _OF_JOB + job_id)
 
 
+def template_of_job(home: Home, job_id: str) -> str | None:
+    """The chat template that a job's data were written by; None: its base's."""
+    found = read_json(home.job(job_id) / JOB_NAME)
+    return None if found is None else found.get("chat_template")
+
+
 def base_section(home: Home, name: str) -> Mapping[str, Any]:
     """The section `base_model` of a base; raises `KeyError` if nobody has declared it."""
     if name.startswith(_OF_JOB):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterator
@@ -231,6 +233,19 @@ def test_a_file_is_sent_once(play: Play, tmp_path: Path) -> None:
     assert client.upload(tmp_path / "x.jsonl") == "file-2", "the tenant has it"
     assert served.paths == ["GET /v1/files", "POST /v1/files", "GET /v1/files"]
     assert b'filename="x.jsonl"' in served.requests[1].content
+
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+@pytest.mark.parametrize("content", [gzip.compress(LINES), b' [{"text": "a"}, {"text": "b"}]'])
+def test_a_file_is_sent_as_json_lines(play: Play, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    served, client = play(ok({"data": []}), ok({"id": "file-1"}))
+    client.upload(tmp_path / "x")
+    asked, sent = served.requests
+    assert asked.url.params["sha256"] == hashlib.sha256(LINES).hexdigest()
+    assert b"\r\n\r\n" + LINES + b"\r\n--" in sent.content
 
 
 def test_a_file_whose_answer_was_lost_is_not_sent_twice(play: Play, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def _tell_cuts(jobs: Iterable[JobSpec], lengths: LengthHistogram) -> None:
     """
     names: dict[int, list[str]] = {}
     for job in jobs:
-        if lengths.longest < job.max_seq_len:
+        if lengths.longest < job.max_seq_len or job.data.overlong == "split":
             continue
         if job.data.overlong == "error":
             raise must(
@@ -179,8 +179,8 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
     """The loads of all jobs.
 
     Args:
-        lengths: lengths for all jobs, cut to each one's max_seq_len with a warning; None: read
-            the jobs' data.
+        lengths: lengths for all jobs, cut to each one's max_seq_len with a warning, or split;
+            None: read the jobs' data.
 
     Raises:
         ValueError: if data or tokenizer cannot be used, or adapters do not fit the model.
@@ -191,9 +191,14 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
         check_block_sizes(job.name, job.lora, spec)
     if lengths is not None:
         _tell_cuts(config.jobs, lengths)
-        clipped = [lengths.clipped(job.max_seq_len - 1) for job in config.jobs]
-        return [JobLoad.from_spec(j, c) for j, c in zip(jobs, clipped, strict=True)]
+        return [JobLoad.from_spec(job, _fitted(job, lengths)) for job in jobs]
     return [_job_load(job, spec, config.base_model.folder) for job in jobs]
+
+
+def _fitted(job: JobSpec, lengths: LengthHistogram) -> LengthHistogram:
+    """Given lengths as the job's data would have them: with `split` they are those of texts."""
+    fit = lengths.split if job.data.overlong == "split" else lengths.clipped
+    return fit(job.max_seq_len - 1)
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:

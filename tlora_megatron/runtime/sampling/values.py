@@ -281,7 +281,7 @@ class TextStream:
             at, stop = min(found)
             self._held = ""
             return Grown(text[:at], stop)
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
+        kept = max((overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return Grown(text[: len(text) - kept], None)
 
@@ -293,7 +293,7 @@ class TextStream:
         )
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """The longest end of a text that is the beginning of a stop text."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -67,6 +67,7 @@ def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcom
 
 def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Validated:
     from tlora_megatron.training.data.job_data import TokenCache
+    from tlora_megatron.training.data.jsonl_file import files_of
     from tlora_megatron.training.run.reading import JobReader
 
     home = Home(Path(rules.root))
@@ -101,8 +102,10 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
     # Targets have the names of the base's linears from here on.
     job = replace(job, lora=read_job.prepared.spec.lora)
     found = _accepted(job_id, job, read_job, rules, reader.spec)
-    # For people and scripts that look into the folder: the store is what counts.
+    # For the sampler, people and scripts: of a job's settings the store is what counts.
     kept = {"name": job.name, "base_model": submission.base_model, "job": found.document}
+    if (template := files_of(job)[0].template(read)) is not None:
+        kept |= {"chat_template": template}
     write_json(make_folder(home.job(job_id)) / JOB_NAME, kept)
     return found
 

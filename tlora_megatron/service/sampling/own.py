@@ -139,13 +139,10 @@ class OwnSampler(Sampler):
                     yield piece
 
     async def encode(
-        self,
-        base: str,
-        text: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, base: str, asked: str | Mapping[str, Any], template: str | None = None
     ) -> list[int]:
-        said = {"text": text} if isinstance(text, str) else {"messages": text, "tools": tools}
-        return (await self._ask_one(base, {"op": "encode", **said}))["tokens"]
+        message = {"op": "encode", "asked": asked, "template": template}
+        return (await self._ask_one(base, message))["tokens"]
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
         return (await self._ask_one(base, {"op": "decode", "tokens": list(tokens)}))["text"]

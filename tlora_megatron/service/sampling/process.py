@@ -136,14 +136,11 @@ class SamplingProcess:
         await writer.drain()
 
     def _encode(self, message: Mapping[str, Any]) -> list[int]:
-        text = message["messages"] if "messages" in message else message["text"]
-        words = self._batcher.words
-        tools = message.get("tools")
-        size, most = len(json.dumps(text)), _TOKEN_CHARACTERS * words.max_positions
-        size += len(json.dumps(tools)) if tools else 0
+        words, asked = self._batcher.words, message["asked"]
+        size, most = len(json.dumps(asked)), _TOKEN_CHARACTERS * words.max_positions
         if size > most:
             raise ValueError(f"prompt must have at most {most} characters, got {size}")
-        return encode_prompt(words.tokenizer, text, tools)
+        return encode_prompt(words.tokenizer, asked, message.get("template"))
 
     def _decode(self, message: Mapping[str, Any]) -> dict[str, Any]:
         def text_of(tokens: list[int]) -> str:

@@ -35,14 +35,14 @@ class Sampler:
         return gather(prompts, [piece async for piece in self.stream(base, prompts)])
 
     async def encode(
-        self,
-        base: str,
-        text: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, base: str, asked: str | Mapping[str, Any], template: str | None = None
     ) -> list[int]:
-        """Returns the tokens of a text, or of messages and tools by the base's chat template.
+        """Returns the tokens of a text, or of a chat as `read_asked` returns it.
 
-        What they ask for comes next: an assistant's turn is begun.
+        What a chat asks for comes next: an assistant's turn is begun.
+
+        Args:
+            template: chat template instead of the base's.
         """
         raise NotImplementedError
 

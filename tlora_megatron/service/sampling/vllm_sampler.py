@@ -6,11 +6,13 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlora_megatron.config.sections import read_base_model
 from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, gather
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
@@ -27,10 +29,10 @@ from tlora_megatron.service.sampling.vllm_server import (
     start_server,
     to_request,
 )
-from tlora_megatron.training.data.rows import read_messages
 
 if TYPE_CHECKING:
     from tlora_megatron.service.sampling.vllm_probe import ProbeSettings
+    from tlora_megatron.training.data.job_data import TokenizerFolder
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,9 @@ class VllmSampler(Sampler):
         self._running = [self._door(server, probe) for server in running]
         self._started: dict[str, asyncio.Task[Door]] = {}
         self._num_open = 0
+        self._writer = ThreadPoolExecutor(1)
+        self._tokenizers: dict[Path, TokenizerFolder] = {}
+        """By base's folder; used on the writer's thread alone."""
 
     def _door(self, server: Server, probe: ProbeSettings | None = None) -> Door:
         settings = self._settings
@@ -119,21 +124,29 @@ class VllmSampler(Sampler):
                 task.cancel()
 
     async def encode(
-        self,
-        base: str,
-        text: str | Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        self, base: str, asked: str | Mapping[str, Any], template: str | None = None
     ) -> list[int]:
-        if isinstance(text, str):
-            body: dict[str, Any] = {"prompt": text}
-        else:
-            try:
-                read_messages(text)  # vLLM passes over keys that it does not know
-            except ValueError as error:
-                raise SamplingRefused(str(error)) from error
-            body = {"messages": list(text)} | ({"tools": list(tools)} if tools else {})
-        answer = await self._post(base, "/tokenize", body)
+        if not isinstance(asked, str):  # vLLM writes chats by another code than training
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._writer, self._write, base, asked, template)
+        answer = await self._post(base, "/tokenize", {"prompt": asked})
         return [int(token) for token in answer["tokens"]]
+
+    def _write(self, base: str, chat: Mapping[str, Any], template: str | None) -> list[int]:
+        # Not at the top: few services need a tokenizer here, which is more than a second's import.
+        from tlora_megatron.training.data.job_data import TokenizerFolder
+        from tlora_megatron.training.data.tokenize import encode_prompt
+
+        folder = read_base_model(dict(self._section(base)), Path("/")).folder
+        try:
+            source = self._tokenizers.setdefault(folder, TokenizerFolder(folder))
+            tokenizer = source.tokenizer
+        except ValueError as error:
+            raise SamplerUnavailable(str(error)) from error
+        try:
+            return encode_prompt(tokenizer, chat, template)
+        except ValueError as error:
+            raise SamplingRefused(str(error)) from error
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
         return str((await self._post(base, "/detokenize", {"tokens": list(tokens)}))["prompt"])
@@ -149,6 +162,7 @@ class VllmSampler(Sampler):
         self._started.clear()
         for door in [*self._running, *(one for one in found if isinstance(one, Door))]:
             await door.close()
+        self._writer.shutdown(wait=False)
 
     async def _ask(
         self, base: str, number: int, prompt: Prompt, streams: bool

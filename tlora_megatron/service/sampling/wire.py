@@ -2,9 +2,9 @@
 
 A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`,
 with `prompts` and `seed`, is answered by `{"piece": ...}` for each piece, or with `whole` for each
-sequence, and `{"done": true}`;
-`encode`, with `text` or `messages` and `tools`, by `{"tokens": [...]}`; `decode`, with `tokens` and
-`each`, by `text` or `texts`. `{"error": SENTENCE}` may take an answer's place.
+sequence, and `{"done": true}`; `encode`, with `asked`, a text or a chat, and `template`, by
+`{"tokens": [...]}`; `decode`, with `tokens` and `each`, by `text` or `texts`. `{"error": SENTENCE}`
+may take an answer's place.
 """
 
 from __future__ import annotations

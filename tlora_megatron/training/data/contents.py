@@ -9,7 +9,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, BinaryIO
 
 _GZIP, _PARQUET, _BOM = b"\x1f\x8b", b"PAR1", b"\xef\xbb\xbf"
 
@@ -44,6 +47,35 @@ def raw_rows(content: bytes, where: str) -> Iterator[tuple[Any, str]]:
         yield from ((line, f"{where} line {number}") for number, line in lines if line.strip())
         return
     yield from ((row, f"{where} row {number}") for number, row in enumerate(rows, start=1))
+
+
+@contextmanager
+def opened_as_lines(path: Path) -> Iterator[BinaryIO]:
+    """Opens a data file as JSON lines: as it is, or a copy that is gone when it is closed.
+
+    Raises:
+        ValueError: as `raw_rows` does.
+    """
+    with path.open("rb") as file:
+        kind = kind_of(file.read(4096))
+        file.seek(0)
+        if kind is None:
+            yield file
+            return
+    with TemporaryFile() as copy:
+        for row, _ in raw_rows(path.read_bytes(), str(path)):
+            line = row if isinstance(row, bytes) else json.dumps(row, default=str).encode()
+            copy.write(line + b"\n")
+        copy.seek(0)
+        yield copy
+
+
+def kind_of(head: bytes) -> str | None:
+    """What a file is by its first bytes; None: JSON lines, as far as they tell."""
+    head = head.removeprefix(_BOM)
+    if head.startswith((_GZIP, _PARQUET)):
+        return "a gzipped file" if head.startswith(_GZIP) else "a Parquet table"
+    return "a JSON array" if head.lstrip().startswith(b"[") else None
 
 
 def _table(content: bytes, where: str) -> list[Any]:

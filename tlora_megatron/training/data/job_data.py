@@ -25,7 +25,6 @@ from tlora_megatron.config.job import JobSpec
 from tlora_megatron.training.data import (
     chats,
     contents,
-    forms,
     jsonl_file,
     preferences,
     rows,
@@ -169,7 +168,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_NAME = "tokens.safetensors"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
-_CODE = (tokenize, chats, rows, preferences, forms, contents, jsonl_file)
+_CODE = (tokenize, chats, rows, preferences, contents, jsonl_file)
 """Modules whose own rules shape the tokens."""
 _IDLE_S = 30 * 86400.0
 """Entries that no job has asked for in so long are removed."""

@@ -98,25 +98,29 @@ class JsonlFile:
             ValueError: naming job and file, if one cannot be read.
         """
 
-        def content(path: Path, key: str) -> bytes:
-            try:
-                return read(path, f"{key} of job {self.job.name!r}") if read else path.read_bytes()
-            except OSError as error:
-                raise ValueError(
-                    f"{key} must be a readable file, got {error.strerror}: {self._where(path)}"
-                ) from error
+        files = tuple(self._content(path, self.key, read) for path in self.paths)
+        return Contents(files, self.template(read))
 
-        files = tuple(content(path, self.key) for path in self.paths)
+    def template(self, read: Read | None = None) -> str | None:
+        """The chat template that the job names; arguments and errors are those of `read`."""
         named, key = self.job.data.chat_template, "data.chat_template"
         if named is None:
-            return Contents(files, None)
+            return None
         shipped = shipped_templates().get(named)
-        found = shipped.read_bytes() if shipped else content(Path(named), key)
+        found = shipped.read_bytes() if shipped else self._content(Path(named), key, read)
         try:
-            return Contents(files, found.decode("utf-8"))
+            return found.decode("utf-8")
         except UnicodeDecodeError as error:
             where = self._where(Path(named))
             raise ValueError(f"{key} must be UTF-8, got {error}: {where}") from error
+
+    def _content(self, path: Path, key: str, read: Read | None) -> bytes:
+        try:
+            return read(path, f"{key} of job {self.job.name!r}") if read else path.read_bytes()
+        except OSError as error:
+            raise ValueError(
+                f"{key} must be a readable file, got {error.strerror}: {self._where(path)}"
+            ) from error
 
     def raw_rows(self, contents: Contents) -> Iterator[tuple[Any, str]]:
         """Yields what `parse_row` takes of each row, and where it is.

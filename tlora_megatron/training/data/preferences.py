@@ -14,8 +14,9 @@ from typing import Any
 from tlora_megatron.config.reader import nearest
 from tlora_megatron.training.data.rows import Row, parse_row
 
-_SIDES = ("chosen", "rejected")
-_KEYS = ("prompt", *_SIDES, "tools", "chat_template_kwargs")
+SIDES = ("chosen", "rejected")
+KEYS = ("prompt", *SIDES, "tools", "chat_template_kwargs")
+"""Of TRL's form: those that a pair must have, and others."""
 _OPENAI = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 
 
@@ -40,20 +41,20 @@ def parse_pair(line: Any, where: str) -> tuple[Row, Row]:
         raise ValueError(f"{error}: {where}") from error
     chosen_row, rejected_row = (
         parse_row(_side(pair, prompt, side), f"{where} ({name})")
-        for name, side in zip(_SIDES, (chosen, rejected), strict=True)
+        for name, side in zip(SIDES, (chosen, rejected), strict=True)
     )
     return chosen_row, rejected_row
 
 
 def is_pair(line: bytes) -> bool:
     """True if a line is meant to be a pair, as far as its keys say."""
-    if not any(f'"{key}"'.encode() in line for key in (*_SIDES, *_OPENAI)):
+    if not any(f'"{key}"'.encode() in line for key in (*SIDES, *_OPENAI)):
         return False
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(fields, dict) and not fields.keys().isdisjoint((*_SIDES, *_OPENAI))
+    return isinstance(fields, dict) and not fields.keys().isdisjoint((*SIDES, *_OPENAI))
 
 
 def _pair(fields: Any) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def _pair(fields: Any) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"a line must be a JSON object, got {type(fields).__name__}")
     found = {key: value for key, value in fields.items() if value is not None}
-    if isinstance(found.get("input"), dict) and not found.keys() & {"prompt", *_SIDES}:
+    if isinstance(found.get("input"), dict) and not found.keys() & {"prompt", *SIDES}:
         asked = {key: value for key, value in found.pop("input").items() if value is not None}
         asked.pop("parallel_tool_calls", None)  # changes no text
         found = {_OPENAI.get(key, key): value for key, value in found.items()}
@@ -71,23 +72,23 @@ def _pair(fields: Any) -> dict[str, Any]:
             "label must be left out: it is unpaired preference data (KTO), which is not trained "
             "here: send pairs"
         )
-    if not all(key in found for key in _SIDES):
+    if not all(key in found for key in SIDES):
         raise ValueError(
             "a line of a job with preference must hold prompt, chosen and rejected, or input, "
             f"preferred_output and non_preferred_output, got the keys {sorted(fields)}"
         )
     for key in found:
-        if key not in _KEYS:
-            hint = nearest(key, _KEYS) or "remove it: training would pass over it"
-            raise ValueError(f"a pair's keys must be {', '.join(_KEYS)}, got {key!r:.80}; {hint}")
+        if key not in KEYS:
+            hint = nearest(key, KEYS) or "remove it: training would pass over it"
+            raise ValueError(f"a pair's keys must be {', '.join(KEYS)}, got {key!r:.80}; {hint}")
     return found
 
 
 def _split(pair: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Prompt and both answers, alike texts or lists of messages."""
-    chosen, rejected = (pair[side] for side in _SIDES)
+    chosen, rejected = (pair[side] for side in SIDES)
     kind = str if isinstance(chosen, str) else list
-    for name in (*_SIDES, "prompt"):
+    for name in (*SIDES, "prompt"):
         if not isinstance(pair.get(name, chosen), kind) or pair.get(name) == []:
             raise ValueError(
                 "prompt, chosen and rejected must all be texts, or lists of messages that are not "

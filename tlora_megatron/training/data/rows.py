@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from tlora_megatron.config.reader import nearest
-from tlora_megatron.training.data.forms import from_alpaca, from_sharegpt, joined_parts
 
 Learn = Literal["all", "last", "each"]
 RowKind = Literal["completion", "messages", "text"]
@@ -39,6 +38,8 @@ _MORE = {
 }
 _OF_ANSWERS = ("weight", "tool_calls", *REASONING)
 _MESSAGE_KEYS = ("role", "content", "name", "tool_call_id", *_OF_ANSWERS)
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+"""`from` of a ShareGPT turn -> role, where they differ."""
 _PREFERENCES = ("chosen", "rejected", "preferred_output", "non_preferred_output")
 _NOT_TRAINED = {
     **dict.fromkeys(_PREFERENCES, "preference data, which needs the job's section preference"),
@@ -75,12 +76,12 @@ def parse_row(line: Any, where: str) -> Row:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a line must be JSON, got {error}: {where}") from error
     try:
-        form = _form(fields)
-        if form == "text" or (form == "completion" and not isinstance(fields["prompt"], list)):
-            for key in FORMS[form]:
-                _check_text(fields[key], key)
-            return Row("text" if form == "text" else "completion", fields, where)
-        return Row("messages", _read_chat(form, fields), where)
+        form, is_text = _form(fields)
+        if not is_text:
+            return Row("messages", _read_chat(form, fields), where)
+        for key in FORMS[form]:
+            _check_text(fields[key], key)
+        return Row("text" if form == "text" else "completion", fields, where)
     except ValueError as error:
         raise ValueError(f"{error}: {where}") from error
 
@@ -98,34 +99,21 @@ def read_messages(messages: Any, name: str = "messages") -> list[dict[str, Any]]
     return [_read_message(message, f"{name}[{i}]") for i, message in enumerate(messages)]
 
 
-def read_chat(
-    messages: Sequence[Any],
-    answer: Sequence[Any] | None = None,
-    *,
-    tools: Any = None,
-    variables: Any = None,
-    names: tuple[str, str] = ("messages", "completion"),
+def read_asked(
+    messages: Any, *, tools: Any = None, variables: Any = None, name: str = "messages"
 ) -> dict[str, Any]:
-    """A conversation as `tokenize_chats` takes it, checked.
+    """A conversation as chat templates get it, checked: of a row, or one that asks for an answer.
 
     Args:
         messages: OpenAI's, as a line holds them.
-        answer: messages that follow; then theirs alone are the answers that are learnt.
-        tools: of the template; a list, or JSON of one.
+        tools: that may be called; a list, or JSON of one.
         variables: `chat_template_kwargs`.
-        names: of both, for errors.
+        name: of the messages, for errors.
 
     Raises:
-        ValueError: naming what cannot be used, or if no answer is learnt.
+        ValueError: naming what cannot be used.
     """
-    found = read_messages(messages, names[0])
-    if answer is not None:
-        if found[-1]["role"] == "assistant":
-            raise ValueError(f"{names[0]} must end with a message that is answered, got an answer")
-        found = [_unlearnt(message) for message in found] + read_messages(answer, names[1])
-    chat: dict[str, Any] = {"messages": found}
-    if not any(map(is_learnt, found)):
-        raise ValueError("a chat must have an answer of weight 1 (role assistant), got none")
+    chat: dict[str, Any] = {"messages": read_messages(messages, name)}
     if tools:
         chat["tools"] = _checked_tools(tools)
     if variables:
@@ -163,7 +151,8 @@ def keys_of(form: str) -> tuple[str, ...]:
     return FORMS[form] + _MORE.get(form, ())
 
 
-def _form(fields: Any) -> str:
+def _form(fields: Any) -> tuple[str, bool]:
+    """The form of a row, and whether what it holds are texts."""
     if not isinstance(fields, dict):
         raise ValueError(f"a line must be a JSON object, got {type(fields).__name__}")
     for key, what in _NOT_TRAINED.items():
@@ -175,9 +164,10 @@ def _form(fields: Any) -> str:
             f"a line must hold prompt and completion, or messages, or text, or conversations, or "
             f"instruction and output, got the keys {sorted(fields)}"
         )
-    is_text = forms[0] == "completion" and not isinstance(fields["prompt"], list)
-    _check_keys(fields, FORMS[forms[0]] if is_text else keys_of(forms[0]), "a line")
-    return forms[0]
+    (form,) = forms
+    is_text = form == "text" or (form == "completion" and not isinstance(fields["prompt"], list))
+    _check_keys(fields, FORMS[form] if is_text else keys_of(form), "a line")
+    return form, is_text
 
 
 def _check_keys(fields: Mapping[str, Any], known: Iterable[str], name: str) -> None:
@@ -189,18 +179,52 @@ def _check_keys(fields: Mapping[str, Any], known: Iterable[str], name: str) -> N
 
 
 def _read_chat(form: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    tools, variables = fields.get("tools"), fields.get("chat_template_kwargs")
-    read = partial(read_chat, tools=tools, variables=variables)
+    """The conversation of a row, of which something is learnt."""
+    variables = fields.get("chat_template_kwargs")
+    read = partial(read_asked, tools=fields.get("tools"), variables=variables)
     if form == "completion":
-        names = ("prompt", "completion")
-        return read(fields["prompt"], fields["completion"], names=names)
-    if form == "messages":
-        return read(fields["messages"])
-    if form == "sharegpt":
-        return read(from_sharegpt(fields))
+        chat = read(fields["prompt"], name="prompt")
+        if chat["messages"][-1]["role"] == "assistant":
+            raise ValueError("prompt must end with a message that is answered, got an answer")
+        answer = read_messages(fields["completion"], "completion")
+        chat["messages"] = [*map(_unlearnt, chat["messages"]), *answer]
+    elif form == "messages":
+        chat = read(fields["messages"])
+    else:
+        chat = read(_from_sharegpt(fields) if form == "sharegpt" else _from_alpaca(fields))
+    if not any(map(is_learnt, chat["messages"])):
+        raise ValueError("a chat must have an answer of weight 1 (role assistant), got none")
+    return chat
+
+
+def _from_sharegpt(fields: Mapping[str, Any]) -> list[Any]:
+    """Messages of a ShareGPT row; turns that have a `role` already are messages."""
+    turns = fields["conversations"]
+    if not isinstance(turns, list):
+        raise ValueError(f"conversations must be a list, got {turns!r:.80}")
+    return _told(fields) + [_from_turn(turn) for turn in turns]
+
+
+def _from_turn(turn: Any) -> Any:
+    if not isinstance(turn, Mapping) or "from" not in turn:
+        return turn
+    more = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    role = _SHAREGPT_ROLES.get(str(turn["from"]), turn["from"])
+    return {**more, "role": role, "content": turn.get("value")}
+
+
+def _from_alpaca(fields: Mapping[str, Any]) -> list[Any]:
+    """Messages of an Alpaca row: its input is a line of its own below the instruction."""
     for key in ("instruction", "input", "output"):
         _check_text(fields.get(key) or "", key)
-    return read(from_alpaca(fields))
+    question = "\n".join(filter(None, (fields["instruction"], fields.get("input"))))
+    answer = {"role": "assistant", "content": fields["output"]}
+    return [*_told(fields), {"role": "user", "content": question}, answer]
+
+
+def _told(fields: Mapping[str, Any]) -> list[Any]:
+    system = fields.get("system")
+    return [{"role": "system", "content": system}] if system else []
 
 
 def _unlearnt(message: dict[str, Any]) -> dict[str, Any]:
@@ -228,7 +252,7 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} must hold role and content, got {message!r:.80}")
     found = {key: value for key, value in message.items() if value is not None}
     if "content" in found:
-        found["content"] = joined_parts(found["content"], f"{name}.content")
+        found["content"] = _joined_parts(found["content"], f"{name}.content")
     if found.get("role") not in ROLES:
         got = f"{message['role']!r:.80}"
         raise ValueError(f"{name}.role must be one of {', '.join(ROLES)}, got {got}")
@@ -249,6 +273,17 @@ def _read_message(message: Any, name: str) -> dict[str, Any]:
     if isinstance(weight, bool) or weight not in (0, 1):
         raise ValueError(f"{name}.weight must be 0 or 1, got {weight!r:.80}")
     return found
+
+
+def _joined_parts(content: Any, name: str) -> Any:
+    """A message's content with parts of type text as one text; others are refused."""
+    if not isinstance(content, list):
+        return content
+    for index, part in enumerate(content):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise ValueError(f"{name}[{index}] must be a part of type text, got {part!r:.80}")
+    return "".join(part["text"] for part in content)
 
 
 def _read_calls(calls: Any, name: str) -> list[dict[str, Any]]:

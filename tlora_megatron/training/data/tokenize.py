@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlora_megatron.training.data.chats import ChatWriter, Span, Written
-from tlora_megatron.training.data.rows import Row, RowKind, read_messages
+from tlora_megatron.training.data.rows import Row, RowKind
 
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 _KNOWN_CLASSES = {
@@ -146,7 +146,7 @@ def tokenize_chats(
     wheres: Sequence[str],
     template: str | None = None,
 ) -> list[TokenSequence]:
-    """Tokens of conversations as `read_chat` returns them; targets are answers of weight 1.
+    """Tokens of conversations as rows hold them; targets are answers of weight 1.
 
     Args:
         wheres: job, file and line of each, for errors.
@@ -189,22 +189,21 @@ def _write(writer: ChatWriter, chat: Mapping[str, Any], where: str) -> Written:
 
 
 def encode_prompt(
-    tokenizer: Any, text: str | Sequence[Mapping[str, Any]], tools: Any = None
+    tokenizer: Any, asked: str | Mapping[str, Any], template: str | None = None
 ) -> list[int]:
-    """Returns the tokens of a text, or of messages whose next one is the assistant's.
+    """Returns the tokens of a text, or of a chat whose next message is the assistant's.
 
     Args:
-        tools: that the next message may call.
+        asked: the text, or what `read_asked` returns.
+        template: chat template instead of the tokenizer's.
 
     Raises:
-        ValueError: if it is neither, or the chat template is missing, refuses the
-            messages, or passes over a part of them.
+        ValueError: if the chat template is missing, refuses the chat, or passes over a part of it.
     """
-    if isinstance(text, str):
-        ids = list(tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
+    if isinstance(asked, str):
+        ids = list(tokenizer(asked, return_attention_mask=False, verbose=False)["input_ids"])
         return ids[:-1] if appends_eos(tokenizer) else ids
-    chat = {"messages": read_messages(text)} | ({"tools": tools} if tools else {})
-    rendered = ChatWriter(tokenizer).ask(chat)
+    rendered = ChatWriter(tokenizer, template).ask(asked)
     ids = tokenizer(rendered, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return list(ids["input_ids"])
 

@@ -187,6 +187,12 @@ def test_what_max_seq_len_cuts_off_given_lengths_is_told(
     refuses = load_config(quickstart, ["jobs.mirror.data.overlong=error"])
     with pytest.raises(ConfigError, match=r"max_seq_len 64 of job 'mirror', .* got 200; raise"):
         plan_jobs(refuses, spec, parse_lengths("200"))
+    caplog.clear()
+    split = ["jobs.mirror.data.overlong=split", "jobs.mirror.max_seq_len=81"]
+    planned, *_ = plan_jobs(load_config(quickstart, split), spec, parse_lengths("51:3,200:1"))
+    # 199 predicted tokens are 80 + 80 + 39
+    assert planned.lengths.pairs == ((39, 1 / 6), (50, 0.5), (80, 2 / 6))
+    assert "max_seq_len 81" not in caplog.text
 
 
 def test_what_is_cut_is_told_from_kept_lengths_too(

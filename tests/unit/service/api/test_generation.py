@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,8 +66,8 @@ class Scripted(Sampler):
                 self.left.set()
         yield Piece(prompt=0, tokens=(66,), logprobs=(-1.0,), text="B", stop_reason="length")
 
-    async def encode(self, base: str, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
-        return list(str(text).encode())
+    async def encode(self, base: str, asked: Any, template: str | None = None) -> list[int]:
+        return list(str(asked).encode())
 
     async def close(self) -> None: ...
 
@@ -126,11 +126,14 @@ class Calling(Sampler):
         )
         self.process = SamplingProcess(SimpleNamespace(words=words), 1.0)  # type: ignore[arg-type]
 
-    async def encode(self, base: str, text: Any, tools: Any = ()) -> list[int]:
-        return self.process._encode({"messages": text, "tools": tools})
+    async def encode(self, base: str, asked: Any, template: str | None = None) -> list[int]:
+        return self.process._encode({"asked": asked, "template": template})
 
     async def decode(self, base: str, tokens: Sequence[int]) -> str:
         return str(self.process._decode({"tokens": tokens})["text"])
+
+    async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
+        return list(self.process._decode({"tokens": tokens, "each": True})["texts"])
 
     async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
         self.asked = await self.decode(base, prompts[0].tokens)
@@ -177,11 +180,30 @@ def test_calls_of_tools_are_read_as_the_template_writes_them(
     assert chunks[-1].choices[0].finish_reason == whole.finish_reason
 
 
+def test_a_conversation_goes_on_with_what_was_answered(api: Api) -> None:
+    called = call("get_weather", '{"city": "Rome"}')
+    api.service.sampler = sampler = Calling("Rome: " + called + called)
+    asked: dict[str, Any] = {**CHAT, "extra_body": {"chat_template_kwargs": {"no_think": True}}}
+    with listening(api.app) as address, OpenAI(base_url=f"{address}/v1", api_key=api.token()) as ai:
+        create = ai.chat.completions.create
+        chunks = [chunk.choices[0] for chunk in create(**asked, stream=True)]
+        one = create(**asked, parallel_tool_calls=False).choices[0].message
+        (found,) = one.tool_calls or ()
+        result: Any = {"role": "tool", "tool_call_id": found.id, "content": "20C"}
+        parts: Any = {"role": "user", "content": [{"type": "text", "text": p} for p in "ab"]}
+        create(**{**asked, "messages": [*CHAT["messages"], one, result, parts]})
+    assert sampler.asked.endswith(
+        f"<|user|>Rome?<|end|><|assistant|><think></think>Rome:{called}</s><|tool|>20C<|end|>"
+        "<|user|>ab<|end|><|assistant|><think></think>"
+    )
+    assert "".join(chunk.delta.content or "" for chunk in chunks[:8]) == "Rome:", "as it comes"
+    assert [call.index for call in chunks[-1].delta.tool_calls or ()] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
         ({"tool_choice": "required"}, "tool_choice", "no call can be forced"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "calls are not counted"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
             "tools[0].function.strict",
@@ -190,6 +212,13 @@ def test_calls_of_tools_are_read_as_the_template_writes_them(
         ({"response_format": {"type": "json_object"}}, "response_format", "held to a format"),
         ({"top_logprobs": 2}, "top_logprobs", "must come with logprobs: true"),
         ({"messages": []}, "messages", "messages is refused"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            None,
+            "messages[0].content[0] must be a part of type text, got {'type': 'image_url'}",
+        ),
+        ({"tools": [{"name": "f"}]}, None, "tools[0] must be an object whose function has a name"),
+        ({"chat_template_kwargs": {"think": 1}}, None, "variables of the chat template"),
         ({}, None, "must be written by the chat template"),
     ],
 )

@@ -21,7 +21,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.helpers.fake_vllm import make_app
 from tests.helpers.http_service import listening
 from tests.helpers.launch import HANG_S
-from tests.helpers.tiny_tokenizer import TOOL
+from tests.helpers.tiny_tokenizer import (
+    NO_CALLS_TEMPLATE,
+    TOOL,
+    TOOLS_TEMPLATE,
+    save_tiny_tokenizer,
+)
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams, TokenLogprob
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.sampler import (
@@ -41,8 +46,10 @@ from tlora_megatron.service.sampling.vllm_probe import (
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
 from tlora_megatron.service.sampling.vllm_server import GUARD, Server, VllmSettings
 from tlora_megatron.service.supervisor import Child
+from tlora_megatron.training.data.tokenize import encode_prompt
 
 FAKE = (sys.executable, "-m", "tests.helpers.fake_vllm")
+CALL = {"id": "c", "function": {"name": "get_weather", "arguments": {}}}
 
 pytestmark = pytest.mark.anyio
 
@@ -122,8 +129,21 @@ async def test_texts(tmp_path: Path, address: str) -> None:
         assert await sampler.encode("base", "ab") == [97, 98]
         assert await sampler.decode("base", [97, 98]) == "ab"
         assert await sampler.token_texts("base", [97, 98]) == ["a", "b"]
-        chat = await sampler.encode("base", [{"role": "user", "content": "x"}], tools=[TOOL])
-        assert bytes(chat).startswith(b"<chat>")
+
+
+async def test_chats_are_written_as_training_writes_them(tmp_path: Path) -> None:
+    tokenizer = save_tiny_tokenizer(tmp_path / "base", chat_template=NO_CALLS_TEMPLATE)
+    chat = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL]}
+    bases = {"base": {"path": str(tmp_path / "base")}, "none": {"path": str(tmp_path)}}
+    sampler = VllmSampler(tmp_path, bases.__getitem__)
+    for template in (None, TOOLS_TEMPLATE):
+        expected = encode_prompt(tokenizer, chat, template)
+        assert await sampler.encode("base", chat, template) == expected
+    chat["messages"] += [{"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    with pytest.raises(SamplingRefused, match="must be written by the chat template"):
+        await sampler.encode("base", chat)
+    with pytest.raises(SamplerUnavailable, match="base_model must hold a tokenizer"):
+        await sampler.encode("none", chat)
 
 
 async def test_old_adapters_leave_and_new_files_are_new_adapters(
@@ -198,8 +218,6 @@ async def test_refusals(tmp_path: Path, address: str) -> None:
         Path(adapter(tmp_path / "high"), "adapter_config.json").write_text(json.dumps(high))
         with pytest.raises(SamplingRefused, match=r"vLLM takes, got rank 128 on q_proj: .*rank 64"):
             await sampler.generate("base", [Prompt(tokens=(1,), adapter=str(tmp_path / "high"))])
-        with pytest.raises(SamplingRefused, match=r"messages\[0\]'s keys must be"):
-            await sampler.encode("base", [{"role": "user", "content": "x", "nmae": "bob"}])
     async with opened(tmp_path, address, most_rank=64, most_waiting=1) as sampler:
         with pytest.raises(SamplingRefused, match="at most rank 64, vLLM's --max-lora-rank, got"):
             await sampler.generate("base", [Prompt(tokens=(1,), adapter=str(tmp_path / "high"))])

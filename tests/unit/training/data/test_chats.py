@@ -34,7 +34,7 @@ from tlora_megatron.config.job import DataSpec, JobSpec
 from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.training.data import tokenize
 from tlora_megatron.training.data.job_data import load_job_data
-from tlora_megatron.training.data.rows import learnt_parts, parse_row, read_messages
+from tlora_megatron.training.data.rows import learnt_parts, parse_row, read_asked, read_messages
 from tlora_megatron.training.data.tokenize import (
     TokenSequence,
     encode_prompt,
@@ -222,7 +222,7 @@ def test_templates_may_drop_reasoning_that_is_not_learnt() -> None:
     found = tokenized(LAST_THINKS_TEMPLATE, first)
     assert learnt(found) == ["<think>because</think>b</s>"]
     tokenizer = tiny_tokenizer(chat_template=LAST_THINKS_TEMPLATE)
-    asked = encode_prompt(tokenizer, TWICE[:3])
+    asked = encode_prompt(tokenizer, read_asked(TWICE[:3]))
     assert found.tokens.tolist()[: len(asked)] == asked
 
 
@@ -231,15 +231,14 @@ def test_prompts_are_what_training_has_before_an_answer(template: str) -> None:
     tokenizer = tiny_tokenizer(chat_template=template)
     whole = tokenized(template, talk(json.dumps(ARGUMENTS)))
     for index in (1, 3, 5):
-        asked = encode_prompt(tokenizer, talk(json.dumps(ARGUMENTS))[:index])
+        asked = encode_prompt(tokenizer, read_asked(talk(json.dumps(ARGUMENTS))[:index]))
         assert whole.tokens.tolist()[: len(asked)] == asked
         assert whole.is_target[len(asked)]
         assert not whole.is_target[len(asked) - 1]
     with pytest.raises(ValueError, match=r"messages\[0\]'s keys must be .*did you mean name\?$"):
-        encode_prompt(tokenizer, [{**talk()[0], "nmae": "bob"}])
-    tokenizer = tiny_tokenizer(chat_template=NO_DEVELOPER_TEMPLATE)
+        read_asked([{**talk()[0], "nmae": "bob"}])
     with pytest.raises(ValueError, match=r"^messages\[0\].content must be written"):
-        encode_prompt(tokenizer, [DEVELOPER[0], talk()[0]])
+        encode_prompt(tokenizer, read_asked([DEVELOPER[0], talk()[0]]), NO_DEVELOPER_TEMPLATE)
 
 
 def test_what_the_tokenizer_calls_a_tool_template_is_used_for_tools() -> None:

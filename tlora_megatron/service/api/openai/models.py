@@ -13,7 +13,7 @@ from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.native.jobs import own_job
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.prepare.submission import base_key
-from tlora_megatron.service.settings import base_of_job
+from tlora_megatron.service.settings import base_of_job, template_of_job
 from tlora_megatron.service.store import Job
 
 _JOB = r"j\d+[a-z]{4}"
@@ -63,6 +63,8 @@ class Model:
     """The name by which the sampler knows the base."""
     adapter: Path | None
     """None: the base alone."""
+    template: str | None
+    """Chat template that the job has learnt by; None: the base's."""
     version: str
     """Tells these weights from all others: `JOB@step-N`, or the base's key."""
 
@@ -74,7 +76,7 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
     """
     if (base := service.bases().get(name)) is not None:
         key = base_key(plain(base))
-        return Model(name=name, base=name, adapter=None, version=key)
+        return Model(name=name, base=name, adapter=None, template=None, version=key)
     asked = split_model(name)
     try:
         job = own_job(service, asked.job or name, caller.tenant)
@@ -82,8 +84,13 @@ def find_model(service: Service, caller: Caller, name: str) -> Model:
         raise no_model(name) from None
     folder = _adapter(service, job) if asked.step is None else _saved(service, job, asked.step)
     step = job.step if asked.step is None else asked.step
-    base_name, version = base_of_job(service.home, job.id), f"{job.id}@step-{step}"
-    return Model(name=name, base=base_name, adapter=folder, version=version)
+    return Model(
+        name=name,
+        base=base_of_job(service.home, job.id),
+        adapter=folder,
+        template=template_of_job(service.home, job.id),
+        version=f"{job.id}@step-{step}",
+    )
 
 
 def _saved(service: Service, job: Job, step: int) -> Path:

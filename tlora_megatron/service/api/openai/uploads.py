@@ -23,6 +23,7 @@ from tlora_megatron.service.api.gate import ApiError, Caller, refused
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import NewUpload, Upload
+from tlora_megatron.training.data.contents import kind_of
 from tlora_megatron.training.data.preferences import is_pair, parse_pair
 from tlora_megatron.training.data.rows import parse_row
 
@@ -45,6 +46,9 @@ class LineCheck:
 
     def feed(self, part: bytes) -> None:
         """Checks all lines that the part completes; a `ValueError` names file and line."""
+        if not self._number and (kind := kind_of(self._rest + part)) is not None:
+            rule = "a training file must be JSON lines, as tlora submit and our client send others"
+            raise ValueError(f"{rule}, got {kind}: {self._name}")
         *lines, self._rest = (self._rest + part).split(b"\n")
         for line in lines:
             self._check(line)

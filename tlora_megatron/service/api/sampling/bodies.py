@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tlora_megatron.runtime.sampling.values import SamplingParams
 from tlora_megatron.service.api.gate import ApiError, refused
+from tlora_megatron.training.data.rows import read_asked
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default of `/v1/completions`."""
@@ -124,22 +125,6 @@ class CompletionBody(SamplingBody):
         return self.params(most, self.logprobs or 0)
 
 
-class Function(BaseModel):
-    """What a tool is called by."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-    strict: bool | None = None
-
-
-class Tool(BaseModel):
-    """What an answer may call."""
-
-    type: Literal["function"]
-    function: Function
-
-
 class ChatBody(SamplingBody):
     """The body of `/v1/chat/completions`."""
 
@@ -148,8 +133,11 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = Field(None, max_length=128)
+    tools: list[Any] | None = Field(None, max_length=128)
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    # Not OpenAI's, but vLLM's, by `extra_body`:
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check_rest(self) -> None:
         """As every body's; refuses what answers cannot be held to."""
@@ -160,38 +148,19 @@ class ChatBody(SamplingBody):
             raise _not_there(
                 "tool_choice", "be auto or none: no call can be forced", self.tool_choice
             )
-        if self.offered and (self.model_extra or {}).get("parallel_tool_calls") is False:
-            raise _not_there("parallel_tool_calls", "be true: calls are not counted", False)
-        for index, tool in enumerate(self.tools or ()):
-            if tool.function.strict:
-                rule = "be false: arguments are not held to a schema"
-                raise _not_there(f"tools[{index}].function.strict", rule, True)
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The tools that the chat template writes."""
+    def chat(self) -> dict[str, Any]:
+        """The conversation as `Sampler.encode` takes it, checked as a line of data is."""
         tools = self.tools if self.tool_choice != "none" else None
-        hidden = {"function": {"strict"}}
-        return [tool.model_dump(exclude=hidden, exclude_unset=True) for tool in tools or ()]
+        chat = read_asked(self.messages, tools=tools, variables=self.chat_template_kwargs)
+        for index, tool in enumerate(chat.get("tools", ())):
+            if tool["function"].get("strict"):
+                rule = "be false: arguments are not held to a schema"
+                raise _not_there(f"tools[{index}].function.strict", rule, True)
+        return chat
 
     @property
     def chosen(self) -> SamplingParams:
         most = self.max_completion_tokens or self.max_tokens
         return self.params(most, (self.top_logprobs or 0) if self.logprobs else 0)
-
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages with their contents as texts; refuses other parts of a content."""
-        return [_with_text(index, message) for index, message in enumerate(self.messages)]
-
-
-def _with_text(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if not isinstance(content, list):
-        return dict(message)
-    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-    texts = [part.get("text") for part in parts]
-    if len(parts) < len(content) or not all(isinstance(text, str) for text in texts):
-        name = f"messages[{index}].content"
-        raise ApiError(400, f"{name} must be a text or parts of type text", param=name)
-    return {**message, "content": "".join(map(str, texts))}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from string import ascii_letters, digits
 from typing import Any
 
 from tlora_megatron.runtime.sampling.values import (
@@ -16,11 +18,14 @@ from tlora_megatron.runtime.sampling.values import (
     Sampled,
     TopLogprobs,
     joined,
+    merged,
 )
 from tlora_megatron.service.api.openai.models import Model
 from tlora_megatron.service.api.sampling.calls import CallReader
 from tlora_megatron.service.sampling.sampler import Sampler
 
+_LETTERS, _ID_LENGTH = ascii_letters + digits, 9
+"""Of ids of calls: Mistral's templates take no others."""
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 Scored = tuple[Sequence[int], Sequence[float | None], Sequence[TopLogprobs | None]]
 """Tokens, their log-probabilities, and the likeliest ones in their places; the last may be empty"""
@@ -44,6 +49,11 @@ class TokenNames:
         if unknown:
             texts = await self._sampler.token_texts(self._base, unknown)
             self._known.update(zip(unknown, texts, strict=True))
+
+    async def text(self, tokens: Sequence[int]) -> str:
+        """The texts of tokens one by one: special ones are among them."""
+        await self._learn([(tokens, (), ())])
+        return "".join(self._known[token] for token in tokens)
 
     async def for_completion(self, scored: Scored, offset: int) -> dict[str, Any]:
         """The field `logprobs` of a choice, in whose text they begin at an offset."""
@@ -184,7 +194,7 @@ class CompletionForm(Form):
 
 
 class ChatForm(Form):
-    """`/v1/chat/completions`; `calls` reads those in whole texts, where tools are offered."""
+    """`/v1/chat/completions`; `calls` reads those of answers, where tools are offered."""
 
     _prefix = "chatcmpl"
     _objects = ("chat.completion", "chat.completion.chunk")
@@ -194,34 +204,54 @@ class ChatForm(Form):
     ) -> None:
         super().__init__(model, names, wants_logprobs)
         self._calls = calls
-        self._held: dict[int, list[Piece]] = {}
-        """Pieces of each choice: where there may be calls, its text is told at its end."""
+        self._held: defaultdict[int, list[Piece]] = defaultdict(list)
+        """Pieces of each choice that are told later, since a call may begin in them."""
+        self._texts: defaultdict[int, str] = defaultdict(str)
+        """Of their tokens."""
 
     async def whole(self, index: int, prompt: int, answer: Answer) -> dict[str, Any]:
         (sequence,) = answer.sequences
-        told = await self._told(sequence)
+        told = await self._told(sequence, is_whole=True)
         message = {"role": "assistant", "refusal": None, **told}
         return await self._choice(index, {"message": message}, sequence, told)
 
     async def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         told: dict[str, Any] = {"content": piece.text}
         if self._calls is not None:
-            held = self._held.setdefault(index, [])
+            held = self._held[index]
             held.append(piece)
-            told = {} if piece.stop_reason is None else await self._told(joined(held))
+            self._texts[index] += await self._names.text(piece.tokens)
+            if piece.stop_reason is not None:
+                told = await self._told(joined(held))
+                for number, call in enumerate(told.get("tool_calls", ())):
+                    call["index"] = number
+            elif self._calls.form.may_begin(self._texts[index]):
+                told = {}
+            else:
+                told = {"content": merged(held).text}
+                held.clear()
+                self._texts[index] = ""
         return await self._choice(index, {"delta": told}, piece, told)
 
-    async def _told(self, sequence: Sampled) -> dict[str, Any]:
-        """Content and calls of a message."""
-        read = None if self._calls is None else await self._calls.read(sequence.tokens)
-        if read is None:
+    async def _told(self, sequence: Sampled, *, is_whole: bool = False) -> dict[str, Any]:
+        """Content, reasoning and calls of a message, or of the end of one."""
+        said = None if self._calls is None else await self._calls.read(sequence)
+        if said is None:
             return {"content": sequence.text}
-        calls = [
-            {"index": number, "id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            | {"function": call}
-            for number, call in enumerate(read[1])
-        ]
-        return {"content": read[0] or None, "tool_calls": calls}
+        content = said.content.strip() if is_whole else said.content
+        told: dict[str, Any] = {"content": content or None}
+        if said.reasoning:
+            told["reasoning_content"] = said.reasoning
+        if said.calls:
+            told["tool_calls"] = [
+                {
+                    "id": call.id or "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH)),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in said.calls
+            ]
+        return told
 
     async def _choice(
         self, index: int, said: dict[str, Any], of: Piece | Sampled, told: Mapping[str, Any]

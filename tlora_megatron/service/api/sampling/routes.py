@@ -55,7 +55,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.post("/chat/completions")
     async def chat(body: ChatBody, caller: Submitter, request: Request) -> Any:
-        """Answers messages, by the chat template of the base's tokenizer."""
+        """Answers messages, by the chat template of the job, or of the base's tokenizer."""
         return await _unless_gone(request, (await asked(body, caller)).chat(body))
 
     return routes
@@ -98,11 +98,14 @@ class _Asked:
 
     async def chat(self, body: ChatBody) -> Any:
         with _sentences(self._model):
-            sampler, base, tools = self._sampler, self._model.base, body.offered
-            calls = await CallReader.learn(sampler, base, tools) if tools else None
-            tokens = await sampler.encode(base, body.conversation, tools=tools)
+            sampler, model, chat = self._sampler, self._model, body.chat
+            calls = None
+            if "tools" in chat:
+                most = 1 if body.parallel_tool_calls is False else None
+                calls = await CallReader.learn(sampler, model.base, chat, model.template, most)
+            tokens = await sampler.encode(model.base, chat, model.template)
             prompts = [self._prompt(body, tokens, body.chosen)]
-            form = ChatForm(self._model, self._names, bool(body.logprobs), calls)
+            form = ChatForm(model, self._names, bool(body.logprobs), calls)
             return await self._reply(body, prompts, form)
 
     def _prompt(self, body: SamplingBody, tokens: Sequence[int], params: Any) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +61,9 @@ def test_lists_have_pages(client: OpenAI) -> None:
     [
         (b"", "a training file must hold at least one line, got none: file"),
         (CHATS + b"{", "a line must be JSON, got .*: file line 4"),
-        (b"[1]\n", "a line must be a JSON object, got list: file line 1"),
+        (CHATS + b"[1]", "a line must be a JSON object, got list: file line 4"),
+        (b"[1]\n", "must be JSON lines, as tlora submit .* others, got a JSON array: file"),
+        (gzip.compress(CHATS), "must be JSON lines, .* got a gzipped file"),
         (b'{"prompt": "x"}', "a line must hold prompt and completion, or messages, or text"),
         (b'{"text": "\xff"}', "a line must be UTF-8"),
         (b'{"messages": [{"role": "usr", "content": ""}]}', r"messages\[0\].role must be one of"),
@@ -73,7 +76,7 @@ def test_lists_have_pages(client: OpenAI) -> None:
             b'{"messages": [{"role": "assistant", "content": "a"}], "tools": [1]}',
             r"tools\[0\] must be an object whose function has a name, got 1: file line 1",
         ),
-        (b"[" * 100_000, "a line must be JSON"),
+        (b'{"text": ' + b"[" * 100_000, "a line must be JSON"),
     ],
 )
 def test_what_could_not_be_trained_is_refused_at_once(
