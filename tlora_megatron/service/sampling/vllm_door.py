@@ -98,6 +98,8 @@ class Door:
         self.probe: Probe | None = None
         self.rest_until_s = 0.0
         """By the monotonic clock; it is not asked before."""
+        self.is_warm = False
+        """True once it has sampled with an adapter, since it was away."""
         self._slots = slots
         self._most_rank = most_rank
         self._rest_s = _REST_S
@@ -182,8 +184,11 @@ class Door:
 
     async def held(self) -> frozenset[str]:
         """Names of our adapters that it knows."""
-        models = (await self.ask("GET", "/v1/models"))["data"]
-        return frozenset(one["id"] for one in models if one["id"].startswith(_PREFIX))
+        return frozenset(name for name in await self.models() if name.startswith(_PREFIX))
+
+    async def models(self) -> list[str]:
+        """Names of its bases, and of all adapters that it knows."""
+        return [str(one["id"]) for one in (await self.ask("GET", "/v1/models"))["data"]]
 
     async def put(self, adapter: NamedAdapter) -> None:
         """Loads an adapter; raises `SamplingRefused` for one that the server does not take."""
@@ -263,7 +268,7 @@ class Door:
         self._rest_s = _REST_S
 
     def _gone(self, what: str, *, was_there: bool = True) -> ServerGone:
-        self._is_known = False
+        self._is_known = self.is_warm = False
         self.rest_until_s = time.monotonic() + self._rest_s
         self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
         error = ServerGone(f"vLLM at {self.server.address}: {what}")

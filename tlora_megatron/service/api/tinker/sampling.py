@@ -57,6 +57,7 @@ _ALONE_S = 120.0
 """Clients look after their requests all the time, for 20 s each: one that does not has gone. If it
 comes again, the same is drawn anew."""
 _BUSY_S = 1.0
+_PAUSED: Any = ("paused_capacity", "the sampler is too busy, or away; it is asked again")
 _LONGER_S = 23 * 3600.0
 """Beyond the hour for which other samples are kept (`sessions.SAMPLES_S`)."""
 
@@ -209,7 +210,9 @@ class SamplingTasks:
         task = self.begin(context, request)
         await asyncio.wait([task], timeout=seconds)
         found = await read(files.result)
-        return Waiting() if found is None else found
+        if found is not None:
+            return found
+        return Waiting(*_PAUSED) if task.done() else Waiting()
 
     def cancel(self, context: TenantContext, request: RequestId) -> None:
         """Draws no more for a request that its client has given up."""
@@ -267,6 +270,8 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
         await read(files.fail, sentence, "user")
     except sampling.SamplerBusy:
         await asyncio.sleep(_BUSY_S)  # the client's next look begins it again
+    except sampling.SamplerAway as error:
+        logger.error("%s", error)  # as above
     except sampling.SamplerUnavailable as error:
         # It quotes the sampler's log, which may be of other tenants' requests.
         logger.error("%s", error)
