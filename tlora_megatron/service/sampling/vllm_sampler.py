@@ -46,6 +46,7 @@ class VllmSampler(Sampler):
 
     Args:
         running: servers that serve the bases under their names; none = servers are started.
+        door: how servers that run are asked; one that is started is vLLM.
         probe: how their bases are compared with those that train; None = they are not.
     """
 
@@ -56,7 +57,9 @@ class VllmSampler(Sampler):
         settings: VllmSettings = VllmSettings(),  # noqa: B008 - frozen
         running: Sequence[Server] = (),
         probe: ProbeSettings | None = None,
+        door: type[Door] = Door,
     ) -> None:
+        self._door_type = door
         self._folder = folder
         self._base_of = base_of
         self._settings = settings
@@ -67,7 +70,7 @@ class VllmSampler(Sampler):
 
     def _door(self, server: Server, probe: ProbeSettings | None = None) -> Door:
         settings = self._settings
-        door = Door(server, slots=settings.adapters, most_rank=settings.most_rank)
+        door = self._door_type(server, slots=settings.adapters, most_rank=settings.most_rank)
         if probe is not None:
             # Not at the top: it needs numpy.
             from tlora_megatron.service.sampling.vllm_probe import Probe
@@ -186,6 +189,7 @@ class VllmSampler(Sampler):
                 if door.probe is not None:
                     await door.probe.check(base, self._section(base))
                 async with door.lease(adapter, body.get("n", 1)) as model:
+                    door.check_serves(base)
                     async for answer in door.answers(path, {"model": model or base, **body}):
                         is_told = True
                         yield answer
@@ -195,7 +199,7 @@ class VllmSampler(Sampler):
                 if error.was_there or end_s is None:
                     end_s = time.monotonic() + self._settings.patience_s
                 breaks += error.was_there
-                sentence = f"vLLM does not answer for {base}: {error}"
+                sentence = f"{door.kind} does not answer for {base}: {error}"
                 if is_told or breaks == _MOST_BREAKS:
                     raise SamplerUnavailable(sentence) from error
                 if time.monotonic() >= end_s:
@@ -262,11 +266,11 @@ class VllmSampler(Sampler):
 
 
 async def _encode(door: Door, base: str, text: str) -> list[int]:
-    answer = await door.ask("POST", "/tokenize", {"model": base, "prompt": text})
+    answer = await anext(door.answers("/tokenize", {"model": base, "prompt": text}))
     return [int(token) for token in answer["tokens"]]
 
 
 async def _generate_one(door: Door, base: str, prompt: Prompt) -> Answer:
     body = {"model": base, **to_request(prompt, streams=False)}
-    answer = await door.ask("POST", "/v1/completions", body)
+    answer = await anext(door.answers("/v1/completions", body))
     return gather([prompt], pieces_of(0, prompt, answer))[0]

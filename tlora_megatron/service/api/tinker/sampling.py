@@ -298,7 +298,7 @@ def _order(
     sampler = replace(sampler, version=asked.get("version", sampler.version))
     folder = None
     if sampler.version is not None:
-        folder = context.checkpoints.folder(AdapterVersion.parse(sampler.version))
+        folder = context.checkpoints.sampled_folder(AdapterVersion.parse(sampler.version))
     elif sampler.model_path is not None:
         saved = context.checkpoints.find(sampler.model_path)
         if saved.version is not None:  # it took the name of weights from before there were any
