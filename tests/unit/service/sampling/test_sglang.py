@@ -37,12 +37,6 @@ class Generate(BaseModel):
     stream: bool
 
 
-class Load(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    lora_name: str
-    lora_path: str | None = None
-
-
 def make_app(loaded: dict[str, str], asked: list[Generate]) -> FastAPI:
     """Counts on from the last token, by 2 with an adapter; a seed is a token's log-probability."""
     app = FastAPI()
@@ -58,17 +52,15 @@ def make_app(loaded: dict[str, str], asked: list[Generate]) -> FastAPI:
         return {"data": [{"id": name} for name in ("base", *loaded)]}
 
     @app.post("/load_lora_adapter")
-    async def load(body: Load) -> Any:
-        if body.lora_name in loaded:
-            return refuse(f"LoRA with name {body.lora_name} already exists. Loaded LoRAs: x")
-        loaded[body.lora_name] = str(body.lora_path)
-        return {"success": True}
+    async def load(body: dict[str, str]) -> Any:
+        if body["lora_name"] in loaded:
+            return refuse(f"LoRA with name {body['lora_name']} already exists. Loaded LoRAs: x")
+        loaded[body["lora_name"]] = body["lora_path"]
 
     @app.post("/unload_lora_adapter")
-    async def unload(body: Load) -> Any:
-        if loaded.pop(body.lora_name, None) is None:
-            return refuse(f"LoRA with name {body.lora_name} does not exist. Loaded LoRAs: x")
-        return {"success": True}
+    async def unload(body: dict[str, str]) -> Any:
+        if loaded.pop(body["lora_name"], None) is None:
+            return refuse(f"LoRA with name {body['lora_name']} does not exist. Loaded LoRAs: x")
 
     @app.post("/tokenize")
     async def tokenize(body: dict[str, Any]) -> Any:

@@ -93,8 +93,8 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
             _source(context).check_room()
         except sampling.SamplerBusy as error:
             raise ApiError(429, str(error), headers={"Retry-After": "1"}) from error
-        request, version = await service.read(_take, context, body)
-        tasks.begin(context, request)
+        request, sampler, version = await service.read(_take, context, body)
+        tasks.begin(context, request, sampler)
         by = "" if version is None else f"{BY}{version}"
         ids = [f"{request}:{index}{by}" for index in range(body.num_samples)]
         return {"request_id": str(request), "sample_sequence_ids": ids}
@@ -148,8 +148,8 @@ def _sampleable(context: TenantContext, path: str) -> Saved:
     return saved
 
 
-def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, str | None]:
-    """Notes what is asked, and of which version; the same number again changes nothing."""
+def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, Sampler, str | None]:
+    """Notes what is asked of whom, and of which version; the same number again changes nothing."""
     _source(context)
     if body.sampling_session_id is None or body.seq_id is None:
         raise Refused("sampling_session_id and seq_id must be given: create_sampling_session first")
@@ -162,7 +162,7 @@ def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, str |
     asked["version"] = version
     if not files.ask(asked):
         asked = files.asked() or asked
-    return request, asked.get("version", version)
+    return request, sampler, asked.get("version", version)
 
 
 def _moved(context: TenantContext, sampler: Sampler) -> Sampler:
@@ -201,12 +201,13 @@ class SamplingTasks:
         more.
         """
         read, files = context.service.read, files_of(context, request)
-        await read(context.sampler, str(request.of))
-        found = await read(files.result)
-        if found is not None:
-            return found
-        if await read(files.asked) is None:
-            raise Gone(f"the answer to {request} is not kept any more: ask again")
+        if _key(context, request) not in self._tasks:  # else it is the tenant's own, and is there
+            await read(context.sampler, str(request.of))
+            found = await read(files.result)
+            if found is not None:
+                return found
+            if await read(files.asked) is None:
+                raise Gone(f"the answer to {request} is not kept any more: ask again")
         task = self.begin(context, request)
         await asyncio.wait([task], timeout=seconds)
         found = await read(files.result)
@@ -226,12 +227,14 @@ class SamplingTasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def begin(self, context: TenantContext, request: RequestId) -> asyncio.Task[None]:
-        """Draws what is asked, once at a time."""
+    def begin(
+        self, context: TenantContext, request: RequestId, sampler: Sampler | None = None
+    ) -> asyncio.Task[None]:
+        """Draws what is asked, once at a time; the sampler is looked up if it is not known."""
         key = _key(context, request)
         task = self._tasks.get(key)
         if task is None:
-            task = self._tasks[key] = asyncio.create_task(_draw(context, request))
+            task = self._tasks[key] = asyncio.create_task(_draw(context, request, sampler))
             task.add_done_callback(lambda _: self._end(key))
         else:
             self._alarms[key].cancel()
@@ -251,11 +254,11 @@ def files_of(context: TenantContext, request: RequestId) -> SampleFiles:
     return SampleFiles(folder, request.seq_id)
 
 
-async def _draw(context: TenantContext, request: RequestId) -> None:
+async def _draw(context: TenantContext, request: RequestId, sampler: Sampler | None) -> None:
     """Draws one request's samples, and writes the answer or why there is none."""
     read, files = context.service.read, files_of(context, request)
     try:
-        order = await read(_order, context, request, files)
+        order = await read(_order, context, request, files, sampler)
         if order is None:
             return
         body, sampler, folder, seed = order
@@ -288,13 +291,13 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
 
 
 def _order(
-    context: TenantContext, request: RequestId, files: SampleFiles
+    context: TenantContext, request: RequestId, files: SampleFiles, known: Sampler | None
 ) -> tuple[bodies.Sample, Sampler, Path | None, int] | None:
     """What is to be drawn: the request, its sampler, the weights, the seed; None: nothing is."""
     asked = files.asked()
     if asked is None or files.result() is not None:
         return None
-    sampler = context.sampler(str(request.of))
+    sampler = known or context.sampler(str(request.of))
     sampler = replace(sampler, version=asked.get("version", sampler.version))
     folder = None
     if sampler.version is not None:
