@@ -3,6 +3,7 @@
 
     scripts/tinker_clients.sh DIR
     COOKBOOK_PYTHON=DIR/cookbook/bin/python python -m scripts.rl_tenants [--tenants N] [--steps N]
+    ... python -m scripts.rl_tenants -- --sampler-gpu 0 --sampler-memory 20   # words of tlora serve
 
 Every tenant runs tinker-cookbook's own loop, unmodified, in a process of its own: 32 answers a step
 by the quickstart's base, right if they hold the tenant's letter. First all loop at once, then one
@@ -211,6 +212,7 @@ def main() -> int:
     )
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("words", nargs="*", help="more words of tlora serve, behind --")
     args = parser.parse_args()
     if "COOKBOOK_PYTHON" not in os.environ:
         parser.error("COOKBOOK_PYTHON must name an interpreter with tinker-cookbook, got nothing")
@@ -218,16 +220,19 @@ def main() -> int:
         parser.error(f"--tenants must be between 1 and {len(LETTERS)}, got {args.tenants}")
     root = Path(tempfile.mkdtemp(prefix="rl-tenants-"))
     names = [(f"tenant{i}", LETTERS[i]) for i in range(args.tenants)]
-    with serving_quickstart(root, "float32") as served:
+    with serving_quickstart(root, "float32", *args.words) as served:
         run(served, [Loop("warm", "e", root / "warm")], 2)
         together = [Loop(*name, root / "together" / name[0]) for name in names]
         alone = [Loop(*name, root / "alone" / name[0]) for name in names]
         cores = run(served, together, args.steps)
         one = [run(served, [loop], args.steps) for loop in alone]
     show(together, alone)
-    for name, used in (("at once", cores), ("one alone", one[0])):
+    for name, used, loops in (("at once", cores, together), ("one alone", one[0], alone[:1])):
         parts = ", ".join(f"{role} {count:.2f}" for role, count in used.items())
-        print(f"CPU cores of {os.cpu_count()}, {name}: {parts}; {sum(used.values()):.2f} together")
+        whole = sum(used.values())
+        each = 1000 * whole / rates(loops)["sampled"]
+        print(f"CPU cores of {os.cpu_count()}, {name}: {parts}; {whole:.2f} together, that is "
+              f"{each:.1f} ms of CPU a sampled token")  # fmt: skip
     return 0
 
 

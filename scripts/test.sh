@@ -7,7 +7,8 @@
 #   gpu      what needs one GPU, and nothing else; writes tests/gpu/last_run.json, which CI reads. Uses the
 #            packages of python3 (or $TLORA_BASE_PYTHON) and wheels in .whl or ../shared/wheels; needs no network.
 #            Behind the tests the smoke figures are measured, unless its first argument is --no-smoke
-#   vllm     what asks the real vLLM that VLLM_COMMAND names (scripts/vllm_server.sh), and nothing else
+#   vllm     what asks the real vLLM that VLLM_COMMAND names (scripts/vllm_server.sh), and nothing else:
+#            20 minutes on two cores, 10,000 samples while two servers are killed 20 times
 #   -k NAME  and the like go to pytest; a stage in which they select nothing is passed over
 #   TLORA_TEST_WORKERS   tests at a time; default: one a core, and one for waits, at most 8
 #   TLORA_TEST_PATIENCE  factor on the limits that end what hangs; no test says anything about speed

@@ -204,5 +204,5 @@ def test_killed_ranks_change_no_bit(tmp_path: Path) -> None:
     assert found["rows"] == quiet["rows"]
     assert found["digests"] == quiet["digests"]
     assert found["versions"] == quiet["versions"]
-    assert len(found["versions"]) == 2 * (6 + 1)
+    assert len(found["versions"]) == 3 * 6 + 2
     assert found["kept"] == quiet["kept"] == []

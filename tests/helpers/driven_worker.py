@@ -14,12 +14,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from tests.helpers.gang_driver import GangDriver, quickstart_base, quickstart_jobs
 from tests.helpers.gang_worker import pids, run_case
 from tlora_megatron.service.engines.local import LocalEngine
 from tlora_megatron.service.request_log import RequestLog
 from tlora_megatron.training.driven_requests import Answer, Request
+from tlora_megatron.training.saving.writer import SAMPLED
 
 VOCABULARY = 100
 """Tokens below which the quickstart's base has all."""
@@ -282,14 +284,18 @@ def overflows(client: Client) -> list[str | None]:
 
 def killed(root: Path, kills: str) -> dict[str, Any]:
     """Loops of two clients; a rank is SIGKILLed with requests under way, and when all is quiet."""
-    driver = make_driver(root, 2, {"tp_size": 2})
+    base = quickstart_base() | {"dtype": "bfloat16"}
+    driver = make_driver(root, 2, {"tp_size": 2}, base_model=base)
     for job, rank in (("j1", 4), ("j2", 8)):
         driver.submit(job, document(rank), checkpoint_every_steps=2)
     driver.start()
     clients = [Client(driver, job) for job in ("j1", "j2")]
     rows, moments = [], json.loads(kills)
     for number in range(6):
-        saves = [client.ask("save_for_sampler", name="latest") for client in clients]
+        saves = [
+            client.ask("save_for_sampler", name="latest", only_sampled=client is clients[1])
+            for client in clients
+        ]
         if number in moments:
             clients[1].ask("forward", batch(3, (250, 250, 250)))
             clients[0].ask("forward", batch(3))
@@ -318,14 +324,20 @@ def lose_newest(root: Path) -> None:
     """Leaves of newest versions what a fall of the machine leaves that comes before `settle`."""
     for folder in root.glob("jobs/*/sampler"):
         newest = max(folder.glob(".versions/*"))
-        (newest / "adapter_model.safetensors").write_bytes(b"")
+        for file in newest.rglob("adapter_model.safetensors"):
+            file.write_bytes(b"")
         (folder / ".durable").write_text(str(int(newest.name) - 1))
 
 
 def published(root: Path) -> dict[str, str]:
+    """Hashes of all weights, where those for samplers are the others in bf16."""
     found = {}
-    for file in sorted(root.glob("jobs/*/sampler/.versions/*/adapter_model.safetensors")):
+    for file in sorted(root.glob("jobs/*/sampler/.versions/**/adapter_model.safetensors")):
         place = str(file.parent.relative_to(root))
+        if file.parent.name == SAMPLED:
+            whole = load_file(file.parents[1] / file.name)
+            assert all(torch.equal(t, whole[n].bfloat16()) for n, t in load_file(file).items())
+            assert next(iter(whole.values())).dtype == torch.float32
         found[place] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found | {
         str(p.relative_to(root)): os.readlink(p) for p in root.glob("jobs/*/sampler/[!.]*")

@@ -111,11 +111,11 @@ def serving_http(root: Path, log: Path, *words: str) -> Iterator[ServedHttp]:
 
 
 @contextmanager
-def serving_quickstart(folder: Path, dtype: str = "bfloat16") -> Iterator[ServedHttp]:
+def serving_quickstart(folder: Path, dtype: str = "bfloat16", *more: str) -> Iterator[ServedHttp]:
     """Serves the quickstart's base under the name `base`, and samples from it."""
     base = folder / "base.json"
     section = {"path": str(REPO / "configs" / "quickstart" / "base"), "dtype": dtype}
     base.write_text(json.dumps({"base_model": section}))
-    words = (f"--base=base={base}", "--sampler=own")
+    words = (f"--base=base={base}", "--sampler=own", *more)
     with serving_http(folder / "service", folder / "serve.log", *words) as found:
         yield found

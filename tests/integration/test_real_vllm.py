@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import shutil
+import signal
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import torch
@@ -19,9 +24,11 @@ from tests.helpers.sampling_case import LORAS, Reference, greedy, write_adapters
 from tests.helpers.tiny_models import random_factors
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.runtime.sampling.values import Prompt, SamplingParams
+from tlora_megatron.service.home import held, remove_unheld
 from tlora_megatron.service.sampling.sampler import SamplingRefused
 from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
-from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
+from tlora_megatron.service.sampling.vllm_server import GUARD, Server, VllmSettings, _free_port
+from tlora_megatron.service.supervisor import Child
 from tlora_megatron.training.formats.peft import export_adapter
 
 pytestmark = [pytest.mark.vllm, pytest.mark.anyio]
@@ -108,6 +115,136 @@ async def test_versions_deaths_and_restarts(case: Case, tmp_path: Path) -> None:
     assert (await ours._own("base")).server != first
     await ours.close()
     await theirs.close()
+
+
+KILLS, SAMPLES, CLIENTS, NAMES = 20, 10_000, 16, 5
+
+
+class Storm:
+    """Two servers of somebody's with two slots each, and versions under names; all of it goes."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self._folder, self._case = folder, case
+        self._pool = [case.write(folder / "pool" / str(seed), seed) for seed in range(10)]
+        self.prompts = [TOKENS[:length] for length in (5, 9, 13)]
+        self._wanted = [self._references(adapter) for adapter in self._pool]
+        seen = {tuple(round(x, 2) for x in one[1]) for rows in self._wanted for one in rows}
+        assert len(seen) == len(self._pool) * len(self.prompts), "versions can be told apart"
+        self.ports = [_free_port() for _ in range(2)]
+        self._servers: dict[int, Child] = {}
+        self._live: dict[int, tuple[int, Path]] = {}
+        self.counts = Counter[str]()
+        self.is_over = False
+
+    def _references(self, adapter: str) -> list[tuple[list[int], list[float]]]:
+        """PEFT's likeliest tokens behind each prompt, and their log-probabilities."""
+        model, found = Reference(self._case.base, adapter), []
+        for prompt in self.prompts:
+            tokens = model.generate(prompt, 12)
+            found.append((tokens, model.logprobs([*prompt, *tokens])[len(prompt) - 1 :].tolist()))
+        return found
+
+    def start(self, port: int) -> None:
+        words = ("--served-model-name", "base", "--dtype", "float32", "--port", str(port))
+        more = ("--enable-lora", "--max-lora-rank", "16", "--max-loras", "2")
+        lock = self._folder / f"{port}.lock"
+        command = (*GUARD, str(lock), *COMMAND, str(self._case.base), *words, *more)
+        added = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_API_KEY": "key"}
+        log = self._folder / f"{port}.log"
+        self._servers[port] = Child(command, environment=os.environ | added, log=log, wire="stdin")
+
+    async def kill(self, port: int) -> None:
+        server = self._servers[port]
+        psutil.Process(server.pid).children()[0].kill()
+        await server.ended()
+        server.close()
+        self.counts["kills"] += 1
+        self.start(port)
+
+    async def up(self, port: int) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            while True:
+                with suppress(httpx.TransportError):
+                    if (await client.get("/health")).is_success:
+                        return
+                await asyncio.sleep(0.2)
+
+    def publish(self, name: int) -> None:
+        self.counts["versions"] += 1
+        number = random.randrange(len(self._pool))
+        folder = self._folder / "versions" / str(self.counts["versions"])
+        shutil.copytree(self._pool[number], folder)
+        before = self._live.get(name)
+        self._live[name] = number, folder
+        if before is not None:
+            self.counts["removed"] += remove_unheld(before[1])
+
+    async def republish(self) -> None:
+        while not self.is_over:
+            self.publish(random.randrange(NAMES))
+            await asyncio.sleep(1.0)
+
+    async def sample(self, sampler: VllmSampler) -> None:
+        """A client: fails on the first answer that is not the version's, or on any error."""
+        while not self.is_over:
+            number, folder = random.choice([*self._live.values()])
+            place = random.randrange(len(self.prompts))
+            with held(folder):
+                if not folder.is_dir():
+                    continue
+                asked = Prompt(tokens=self.prompts[place], adapter=str(folder), num_samples=2)
+                (answer,) = await sampler.generate("base", [greedy(asked, 12)])
+            tokens, logprobs = self._wanted[number][place]
+            for found in answer.sequences:
+                count = len(found.tokens)
+                assert count > 0
+                assert list(found.tokens) == tokens[:count]
+                assert list(found.logprobs) == pytest.approx(logprobs[:count], abs=1e-3)
+            self.counts["samples"] += len(answer.sequences)
+
+    async def rage(self) -> None:
+        """Kills servers, each when it is up, until there were enough kills and samples."""
+        while self.counts["kills"] < KILLS or self.counts["samples"] < SAMPLES:
+            port = random.choice(self.ports)
+            await self.up(port)
+            await asyncio.sleep(random.uniform(1, 8))
+            if self.counts["kills"] < KILLS:
+                await self.kill(port)
+                print(dict(self.counts), flush=True)
+        self.is_over = True
+
+    async def close(self) -> None:
+        for server in self._servers.values():
+            server.handle.send(signal.SIGTERM)
+            await server.ended()
+            server.close()
+
+
+async def test_no_sample_is_of_another_version(case: Case, tmp_path: Path) -> None:
+    """Two servers are killed 20 times under 16 clients, while versions come, leave and are removed.
+
+    No client sees an error, and none anything but its version's tokens and log-probabilities.
+    """
+    storm = Storm(case, tmp_path)
+    for name in range(NAMES):
+        storm.publish(name)
+    for port in storm.ports:
+        storm.start(port)
+    settings = VllmSettings(adapters=2, most_rank=16, patience_s=1800.0)
+    servers = [Server(f"http://127.0.0.1:{port}", "key") for port in storm.ports]
+    sampler = VllmSampler(tmp_path, {}.__getitem__, settings, servers)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for work in (storm.rage(), storm.republish()):
+                tasks.create_task(work)
+            for _ in range(CLIENTS):
+                tasks.create_task(storm.sample(sampler))
+    finally:
+        print(dict(storm.counts))
+        await sampler.close()
+        await storm.close()
+    assert storm.counts["kills"] == KILLS
+    assert storm.counts["samples"] >= SAMPLES
 
 
 SERVE = """

@@ -22,6 +22,7 @@ from tests.helpers.tinker import client_loop
 from tests.helpers.tinker.clients import closing_clients
 from tlora_megatron.service.sampling.vllm_probe import read_scores
 from tlora_megatron.service.settings import base_section
+from tlora_megatron.training.saving.writer import SAMPLED
 
 QUICKSTART = REPO / "configs" / "quickstart"
 STEPS = 6
@@ -117,6 +118,7 @@ def test_what_was_learnt_can_be_sampled(served: ServedHttp, rows: Path) -> None:
     client_loop.train(model, data, 2)
     passed = model.forward(data[:1], "cross_entropy").result()
     sampler = model.save_weights_and_get_sampling_client().result()
+    assert list(served.home.jobs.glob(f"*/sampler/.versions/*/{SAMPLED}"))
     tokens = [*data[0].model_input.to_ints(), 2]
     prompt = types.ModelInput.from_ints(tokens)
     scored = sampler.compute_logprobs(prompt).result()

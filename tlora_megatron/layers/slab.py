@@ -311,6 +311,10 @@ def find_whole_tensors(
     ]
 
 
+_BF16_EXPONENT = np.int16(0x7F80)
+"""All of its bits are set in NaN and inf alone."""
+
+
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
     """Refuses weights or moments that training could not continue from.
 
@@ -321,6 +325,9 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
             finite = np.isfinite(tensor.detach().numpy())  # 20 GB/s, where torch has 0.6
+        elif tensor.device.type == "cpu" and tensor.dtype == torch.bfloat16:
+            exponents = tensor.detach().contiguous().view(torch.int16).numpy() & _BF16_EXPONENT
+            finite = exponents != _BF16_EXPONENT  # torch takes ten times as long here, too
         else:
             finite = tensor.isfinite()
         if not finite.all():

@@ -19,6 +19,7 @@ from tlora_megatron.config.sections import plain, read_base_model
 from tlora_megatron.files import read_json, write_json
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.spec import GPT_OSS
+from tlora_megatron.runtime.sampling.values import SamplerLimits
 from tlora_megatron.scheduler.registry import DEFAULT_POLICY
 from tlora_megatron.service.home import JOB_NAME, Home
 from tlora_megatron.service.sampling.own import OwnSampler, OwnSettings
@@ -128,6 +129,8 @@ class Settings:
     max_group_size: int = 16
     lookahead: int = 128
     """Waiting jobs that a decision looks at."""
+    sampler_gb: float = 0.0
+    """Memory of each GPU that a sampler has; gangs are planned without it."""
     data_root: str | None = None
     """Jobs may name files below this folder only, and through no link; None: any that can be read.
     """
@@ -191,7 +194,8 @@ _LEAST_DAYS = 1.0
 """Answers are kept for a day, whatever becomes of the session."""
 _DAY_S = 86_400.0
 KEEP_SESSIONS_S = _DAYS * _DAY_S
-KINDS = ("own", "vllm", "off")
+KINDS = ("own", "vllm", "sglang", "off")
+SERVERS = ("vllm", "sglang")
 MAY_DIFFER = "--sampler-may-differ"
 
 
@@ -218,7 +222,7 @@ def add_passed_on_arguments(parser: argparse.ArgumentParser) -> None:
         "--sampler",
         choices=KINDS,
         default="own",
-        help="what generates text over HTTP: own (a small exact generator), vllm, or off "
+        help="what generates text over HTTP: own (a small exact generator), vllm, sglang, or off "
         "(default: own)",
     )
     parser.add_argument(
@@ -228,12 +232,21 @@ def add_passed_on_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: own samples on the CPU)",
     )
     parser.add_argument(
+        "--sampler-memory",
+        type=float,
+        metavar="GB",
+        help="let own share the GPU of --sampler-gpu with gangs: it takes at most so much of its "
+        "memory, with a base of its own, and gangs are planned without (default: own takes half of "
+        "what is free, and gangs know nothing of it)",
+    )
+    parser.add_argument(
         "--sampler-address",
         action="append",
         default=[],
         metavar="URL",
-        help="vLLM server that runs already and serves each base under its name; its key is read "
-        "from VLLM_API_KEY; repeatable (default: vllm serve is started for each base)",
+        help="server of vLLM or SGLang that runs already and serves each base under its name; its "
+        "key is read from VLLM_API_KEY or SGLANG_API_KEY; repeatable (default: vllm serve is "
+        "started for each base)",
     )
     parser.add_argument(
         "--sampler-words",
@@ -259,6 +272,7 @@ def keep_sessions_s(args: argparse.Namespace) -> float:
 def passed_on_words(args: argparse.Namespace) -> list[str]:
     """The same words again, for that process."""
     given = {"--sampler-gpu": args.sampler_gpu, "--sampler-words": args.sampler_words}
+    given["--sampler-memory"] = args.sampler_memory
     # In one word: words begin with --, too.
     more = [f"{name}={value}" for name, value in given.items() if value is not None]
     more += [word for url in args.sampler_address for word in ("--sampler-address", url)]
@@ -266,6 +280,23 @@ def passed_on_words(args: argparse.Namespace) -> list[str]:
     if args.sampler_may_differ:
         more.append(MAY_DIFFER)
     return ["--keep-sessions", str(args.keep_sessions), "--sampler", args.sampler, *more]
+
+
+def check_sampler(args: argparse.Namespace) -> None:
+    """Refuses words about samplers that do not go together."""
+    if args.sampler_address and args.sampler not in SERVERS:
+        rule = f"be given with --sampler {' or '.join(SERVERS)}"
+        raise must("--sampler-address", rule, args.sampler_address)
+    if args.sampler == "sglang" and not args.sampler_address:
+        raise must("--sampler sglang", "be given with --sampler-address", "none")
+    if args.sampler_may_differ and not args.sampler_address:
+        raise must(MAY_DIFFER, "be given with --sampler-address", True)
+    if args.sampler_memory is not None:
+        if args.sampler != "own" or args.sampler_gpu is None:
+            rule = "be given with --sampler own and --sampler-gpu"
+            raise must("--sampler-memory", rule, args.sampler_memory)
+        if not args.sampler_memory > 0:
+            raise must("--sampler-memory", "be above 0 GB", args.sampler_memory)
 
 
 def open_sampler(
@@ -279,24 +310,27 @@ def open_sampler(
     Raises:
         ConfigError: for words that do not go together.
     """
-    if args.sampler_address and args.sampler != "vllm":
-        raise must("--sampler-address", "be given with --sampler vllm", args.sampler_address)
-    if args.sampler_may_differ and not args.sampler_address:
-        raise must(MAY_DIFFER, "be given with --sampler-address", True)
+    check_sampler(args)
     if args.sampler == "off":
         return None
     folder, base_of = home.root / "sampler", partial(base_section, home)
     if args.sampler == "own":
-        return OwnSampler(folder, base_of, OwnSettings(gpu=args.sampler_gpu))
+        memory = args.sampler_memory
+        limits = SamplerLimits(memory_bytes=None if memory is None else int(memory * 1e9))
+        return OwnSampler(folder, base_of, OwnSettings(gpu=args.sampler_gpu, limits=limits))
     # Not at the top: our own sampler needs no httpx.
+    from tlora_megatron.service.sampling.sglang_door import SglangDoor
+    from tlora_megatron.service.sampling.vllm_door import Door
     from tlora_megatron.service.sampling.vllm_probe import ProbeSettings
     from tlora_megatron.service.sampling.vllm_sampler import VllmSampler
     from tlora_megatron.service.sampling.vllm_server import Server, VllmSettings
 
-    key, probe, settings = os.environ.get("VLLM_API_KEY"), None, VllmSettings(gpu=args.sampler_gpu)
+    key, probe = os.environ.get(f"{args.sampler.upper()}_API_KEY"), None
+    settings = VllmSettings(gpu=args.sampler_gpu)
     if args.sampler_address:
         probe = ProbeSettings(home=home, may_differ=args.sampler_may_differ, say=say)
         settings = VllmSettings(most_rank=None)
     running = [Server(url.rstrip("/"), key) for url in args.sampler_address]
     settings = settings.with_words(args.sampler_words or "")
-    return VllmSampler(folder, base_of, settings, running, probe)
+    door = SglangDoor if args.sampler == "sglang" else Door
+    return VllmSampler(folder, base_of, settings, running, probe, door)

@@ -276,7 +276,7 @@ def _finite(name: str, value: object) -> None:
 
 
 def _check_save(request: Request) -> None:
-    _known(request, ("name", "overwrite"))
+    _known(request, ("name", "overwrite", "only_sampled"))
     name, overwrite = request.params.get("name"), request.params.get("overwrite", False)
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise _must("name", "be letters, digits, '.', '_' and '-', 128 at most", name)

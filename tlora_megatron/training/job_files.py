@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from tlora_megatron.config.schema import RunSpec
 from tlora_megatron.training.formats.atomic_directory import NotPermitted
 from tlora_megatron.training.formats.checkpoint import (
@@ -210,6 +212,7 @@ class JobFiles:
         directory: Path | None = None,
         *,
         durable: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> Target:
         """Returns the target that makes an adapter for PEFT of the job's snapshot.
 
@@ -228,6 +231,7 @@ class JobFiles:
                 model=snapshot.spec,
                 base_model=self._base_model,
                 quantisation=self._quantisation,
+                dtype=dtype,
                 permit=permit,
                 durable=durable,
             )

@@ -22,8 +22,10 @@ from tlora_megatron.scheduler.registry import DEFAULT_POLICY, POLICIES
 from tlora_megatron.service.home import Home, remember_store, store_place
 from tlora_megatron.service.logs import add_log_format, kept_log, log
 from tlora_megatron.service.settings import (
+    SERVERS,
     add_passed_on_arguments,
     check_bases,
+    check_sampler,
     declare_bases,
     keep_sessions_s,
     passed_on_words,
@@ -40,6 +42,8 @@ def check_http(args: argparse.Namespace) -> None:
     _check_together(args)
     check_bases(args.bases)
     keep_sessions_s(args)
+    if args.http is not None:
+        check_sampler(args)
     for url in args.sampler_address:
         place = urlsplit(url)
         if place.scheme not in ("http", "https") or not place.hostname:
@@ -67,9 +71,10 @@ def _check_together(args: argparse.Namespace) -> None:
     }
     without = "without --http" if args.http is None else ""
     for name, value in given.items():
-        of_vllm = name in ("sampler_address", "sampler_words") and args.sampler != "vllm"
-        if of_vllm and not without:
-            raise must(f"--{name.replace('_', '-')}", "be given with --sampler vllm", value)
+        of_servers = name in ("sampler_address", "sampler_words") and args.sampler not in SERVERS
+        if of_servers and not without:
+            rule = f"be given with --sampler {' or '.join(SERVERS)}"
+            raise must(f"--{name.replace('_', '-')}", rule, value)
         if args.sampler == "off" and name == "sampler_gpu":
             without = "with --sampler off"
         if args.sampler_address and name == "sampler_gpu":
@@ -244,6 +249,7 @@ def run(args: argparse.Namespace) -> int:
         prepare_processes=args.prepare_processes,
         checkpoint_every_s=args.checkpoint_every,
         end_gangs=not args.leave_gangs,
+        sampler_gb=args.sampler_memory or 0.0,
         keep_finished_s=keep_finished_s,
     )
     check_hardware(settings)

@@ -41,6 +41,9 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     config = read_gang_config(sections, Path("/"), output_dir="/")
     known = know_base(config, (0, 1), refuses_gpt_oss="the base of a sampler")
     spec = known.spec
+    if on_gpu and limits.memory_bytes is not None:
+        share = limits.memory_bytes / torch.cuda.mem_get_info()[1]
+        torch.cuda.set_per_process_memory_fraction(min(1.0, share))
     opened = open_backbone(config, known)
     held = frozenset(spec.peft_targets)
     dtype, device = DTYPES[config.base_model.dtype], opened.groups.device
@@ -58,11 +61,24 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     engine: Any = opened.engine
     cache_bytes = limits.cache_bytes
     if cache_bytes is None:
-        cache_bytes = int(_GPU_SHARE * torch.cuda.mem_get_info()[0]) if on_gpu else _CPU_BYTES
+        cache_bytes = int(_GPU_SHARE * _room(limits)) if on_gpu else _CPU_BYTES
     stepper = Stepper(engine.model, spec, bank, cache_bytes=cache_bytes, step_tokens=step_tokens)
     shelf = AdapterShelf(bank, spec, limits.adapters)
     words = read_words(config.base_model.folder, spec)
     return Batcher(stepper, shelf, words, most_sequences=limits.sequences)
+
+
+def _room(limits: SamplerLimits) -> int:
+    """Bytes of the GPU that are left, of all or of the sampler's part."""
+    if limits.memory_bytes is None:
+        return torch.cuda.mem_get_info()[0]
+    taken = torch.cuda.memory_reserved()
+    if taken >= limits.memory_bytes:
+        raise ValueError(
+            f"--sampler-memory must hold the base, which takes {taken / 1e9:.1f} GB, and keys and "
+            f"values, got {limits.memory_bytes / 1e9:g}"
+        )
+    return limits.memory_bytes - taken
 
 
 def read_words(folder: Path, spec: ModelSpec) -> Words:

@@ -173,6 +173,8 @@ class SamplerLimits:
     """new tokens of a step; None = 2048 on a CPU and 8192 on a GPU"""
     cache_bytes: int | None = None
     """memory of keys and values; None = 512 MB on a CPU, half of what a GPU has left"""
+    memory_bytes: int | None = None
+    """of a GPU that others use, too, at most, with the base; None = all that is free"""
 
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")

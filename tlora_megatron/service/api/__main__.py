@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sampler = open_sampler(args, home, say)
         service = Service.of(home, store, sampler=sampler, keep_sessions_s=keep_sessions_s(args))
         if sampler is not None:
+            service.openers.append(sampler.open)
             service.closers.append(sampler.close)
         place = Place(*listener.getsockname()[:2])
         server = make_server(make_app(service, place.names(args.allow_host)))

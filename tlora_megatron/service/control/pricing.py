@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlora_megatron.config.reader import read_spec
+from tlora_megatron.config.reader import must, read_spec
 from tlora_megatron.config.schema import BaseModelSpec
 from tlora_megatron.planner.candidate import Plan
 from tlora_megatron.planner.cost.memory import MemoryModel
@@ -164,9 +164,17 @@ def check_hardware(settings: Settings) -> None:
 def hardware_profile(settings: Settings, slots: int) -> HardwareProfile:
     """Returns the profile that was asked for, the GPU's by its name, or a rough one of CPUs.
 
-    `slots` workers share the memory of a machine without GPUs. Raises `ValueError` if there is
-    none.
+    `slots` workers share the memory of a machine without GPUs. What a sampler has of a GPU's is not
+    there. Raises `ValueError` if there is none.
     """
+    found, taken = _profile(settings, slots), settings.sampler_gb * 1e9
+    if taken >= found.memory_bytes:
+        rule = f"leave gangs a part of a GPU's {found.memory_bytes / 1e9:.0f} GB"
+        raise must("--sampler-memory", rule, settings.sampler_gb)
+    return replace(found, memory_bytes=found.memory_bytes - taken)
+
+
+def _profile(settings: Settings, slots: int) -> HardwareProfile:
     if settings.hardware is not None:
         return plan_hardware(settings.hardware)
     name = gpu_name()

@@ -16,6 +16,10 @@ class SamplerUnavailable(RuntimeError):
     """The sampler cannot be started, or has ended twice during a request."""
 
 
+class SamplerAway(SamplerUnavailable):
+    """No server of it answers; the same request can be made again until one does."""
+
+
 class SamplerBusy(RuntimeError):
     """More requests wait for the sampler than may; the same one can be made again soon."""
 
@@ -56,6 +60,9 @@ class Sampler:
 
     def check_room(self) -> None:
         """Refuses by `SamplerBusy` while no more requests may wait."""
+
+    async def open(self) -> None:
+        """Begins to make ready what runs already; nothing is started."""
 
     async def close(self) -> None:
         """Ends what was started here."""

@@ -1,4 +1,4 @@
-"""One server of vLLM: what it holds, who uses that, and how much it has to do."""
+"""One server, of vLLM or another kind: what it holds, who uses that, how much it has to do."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _REST_S, _MOST_REST_S = 0.2, 5.0
 """Before a server that has gone is asked again; twice as long after each time."""
 _MOVE = 16
 """Sequences that a server without an adapter must have fewer to be asked for it."""
-_LOADED = "has already been loaded"
-_PREFIX = "lora-"
+PREFIX = "lora-"
+"""Begins the names of adapters."""
 
 
 class ServerGone(Exception):
@@ -66,7 +66,7 @@ class NamedAdapter:
                 f"adapter must be what PEFT loads for vLLM, got the checkpoint {folder}; wait for "
                 f"the job's end, or serve with --sampler own"
             )
-        return cls(_PREFIX + hashlib.sha256(repr(key).encode()).hexdigest()[:24], folder)
+        return cls(PREFIX + hashlib.sha256(repr(key).encode()).hexdigest()[:24], folder)
 
     def describe(self) -> tuple[int, str]:
         """Its largest rank, 0 if that is not known, and a clause with it and its targets."""
@@ -93,11 +93,18 @@ class Door:
         most_rank: of an adapter; None = the server's limit is not known.
     """
 
+    kind = "vLLM"
+    load_path, unload_path = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+    is_loaded, is_missing = "has already been loaded", "does not exist"
+    """Words of its refusals."""
+
     def __init__(self, server: Server, *, slots: int, most_rank: int | None) -> None:
         self.server = server
         self.probe: Probe | None = None
         self.rest_until_s = 0.0
         """By the monotonic clock; it is not asked before."""
+        self.is_warm = False
+        """True once it has sampled with an adapter, since it was away."""
         self._slots = slots
         self._most_rank = most_rank
         self._rest_s = _REST_S
@@ -182,35 +189,41 @@ class Door:
 
     async def held(self) -> frozenset[str]:
         """Names of our adapters that it knows."""
-        models = (await self.ask("GET", "/v1/models"))["data"]
-        return frozenset(one["id"] for one in models if one["id"].startswith(_PREFIX))
+        return frozenset(name for name in await self.models() if name.startswith(PREFIX))
+
+    def check_serves(self, base: str) -> None:
+        """Does nothing: vLLM itself refuses a name that it does not have."""
+
+    async def models(self) -> list[str]:
+        """Names of its bases, and of all adapters that it knows."""
+        return [str(one["id"]) for one in (await self.ask("GET", "/v1/models"))["data"]]
 
     async def put(self, adapter: NamedAdapter) -> None:
         """Loads an adapter; raises `SamplingRefused` for one that the server does not take."""
         rank, described = adapter.describe()
         if self._most_rank is not None and rank > self._most_rank:
             raise SamplingRefused(
-                f"adapter must have at most rank {self._most_rank}, vLLM's --max-lora-rank, got "
-                f"{described}: give it with --sampler-words, or serve with --sampler own"
+                f"adapter must have at most rank {self._most_rank}, {self.kind}'s --max-lora-rank, "
+                f"got {described}: give it with --sampler-words, or serve with --sampler own"
             )
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
-            await self.ask("POST", "/v1/load_lora_adapter", body)
+            await self.ask("POST", self.load_path, body)
         except SamplingRefused as error:
-            if _LOADED not in str(error):
+            if self.is_loaded not in str(error):
                 raise
         except ServerGone as error:
             if not error.was_there:
                 raise
             await self._meet()  # it did not die of it
             self.rest_until_s = 0.0
-            sentence = f"adapter must be one that vLLM takes, got {described}: {error}"
+            sentence = f"adapter must be one that {self.kind} takes, got {described}: {error}"
             raise SamplingRefused(sentence) from error
 
     async def drop(self, name: str) -> None:
         """Lets it forget an adapter."""
         with suppress(SamplingRefused):  # it has no such adapter
-            await self.ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            await self.ask("POST", self.unload_path, {"lora_name": name})
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """The answer, as JSON if it is."""
@@ -247,10 +260,10 @@ class Door:
                             raise self._gone(f"it gave up: {found['error']}")
                         yield found
         except _Missing as error:
-            if body["model"] not in self._places:
+            if not {body.get("model"), *body.get("lora_path", ())} & self._places.keys():
                 raise
             self._is_known = False
-            what = f"vLLM at {self.server.address} has forgotten an adapter: {error}"
+            what = f"{self.kind} at {self.server.address} has forgotten an adapter: {error}"
             raise ServerGone(what) from error
 
     @contextmanager
@@ -263,10 +276,10 @@ class Door:
         self._rest_s = _REST_S
 
     def _gone(self, what: str, *, was_there: bool = True) -> ServerGone:
-        self._is_known = False
+        self._is_known = self.is_warm = False
         self.rest_until_s = time.monotonic() + self._rest_s
         self._rest_s = min(2 * self._rest_s, _MOST_REST_S)
-        error = ServerGone(f"vLLM at {self.server.address}: {what}")
+        error = ServerGone(f"{self.kind} at {self.server.address}: {what}")
         error.was_there = was_there
         return error
 
@@ -278,14 +291,14 @@ class Door:
             message = str(body.get("error", body).get("message", body))
         except (ValueError, AttributeError):
             message = answer.text[:500]
-        if answer.status_code == 404:
+        if answer.status_code == 404 or (answer.status_code == 400 and self.is_missing in message):
             raise _Missing(message)
         if answer.status_code in (400, 422):
             raise SamplingRefused(message)
         if answer.status_code == 429:
             raise SamplerBusy("the sampler has too much to do: try again soon")
         if answer.status_code < 500:
-            raise SamplerUnavailable(f"vLLM answered {answer.status_code}: {message}")
+            raise SamplerUnavailable(f"{self.kind} answered {answer.status_code}: {message}")
         raise self._gone(f"it answered {answer.status_code}: {message}")
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from tlora_megatron.runtime.sampling.values import Answer, Piece, Prompt, gather
 from tlora_megatron.service.sampling.own import BaseOf
 from tlora_megatron.service.sampling.sampler import (
     Sampler,
+    SamplerAway,
     SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
@@ -28,6 +29,7 @@ from tlora_megatron.service.sampling.vllm_server import (
     pieces_of,
     start_server,
     to_request,
+    warm_adapter,
 )
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ class VllmSampler(Sampler):
 
     Args:
         running: servers that serve the bases under their names; none = servers are started.
+        door: how servers that run are asked; one that is started is vLLM.
         probe: how their bases are compared with those that train; None = they are not.
     """
 
@@ -56,12 +59,15 @@ class VllmSampler(Sampler):
         settings: VllmSettings = VllmSettings(),  # noqa: B008 - frozen
         running: Sequence[Server] = (),
         probe: ProbeSettings | None = None,
+        door: type[Door] = Door,
     ) -> None:
+        self._door_type = door
         self._folder = folder
         self._base_of = base_of
         self._settings = settings
         self._running = [self._door(server, probe) for server in running]
         self._started: dict[str, asyncio.Task[Door]] = {}
+        self._warming: dict[Door, asyncio.Task[None]] = {}
         self._num_open = 0
         self._writer = ThreadPoolExecutor(1)
         self._tokenizers: dict[Path, TokenizerFolder] = {}
@@ -69,7 +75,7 @@ class VllmSampler(Sampler):
 
     def _door(self, server: Server, probe: ProbeSettings | None = None) -> Door:
         settings = self._settings
-        door = Door(server, slots=settings.adapters, most_rank=settings.most_rank)
+        door = self._door_type(server, slots=settings.adapters, most_rank=settings.most_rank)
         if probe is not None:
             # Not at the top: it needs numpy.
             from tlora_megatron.service.sampling.vllm_probe import Probe
@@ -154,9 +160,13 @@ class VllmSampler(Sampler):
     async def token_texts(self, base: str, tokens: Sequence[int]) -> list[str]:
         return list(await asyncio.gather(*(self.decode(base, [token]) for token in tokens)))
 
+    async def open(self) -> None:
+        for door in self._running:
+            self._warm(door)
+
     async def close(self) -> None:
         """Ends the servers that were started here."""
-        for task in self._started.values():
+        for task in (*self._started.values(), *self._warming.values()):
             task.cancel()
         found = await asyncio.gather(*self._started.values(), return_exceptions=True)
         self._started.clear()
@@ -193,27 +203,58 @@ class VllmSampler(Sampler):
                 if door.probe is not None:
                     await door.probe.check(base, self._section(base))
                 async with door.lease(adapter, body.get("n", 1)) as model:
+                    door.check_serves(base)
                     async for answer in door.answers(path, {"model": model or base, **body}):
                         is_told = True
                         yield answer
+                door.is_warm |= adapter is not None
                 return
             except ServerGone as error:
                 if error.was_there or end_s is None:
                     end_s = time.monotonic() + self._settings.patience_s
                 breaks += error.was_there
-                if is_told or breaks == _MOST_BREAKS or time.monotonic() >= end_s:
-                    sentence = f"vLLM does not answer for {base}: {error}"
+                sentence = f"{door.kind} does not answer for {base}: {error}"
+                if is_told or breaks == _MOST_BREAKS:
                     raise SamplerUnavailable(sentence) from error
+                if time.monotonic() >= end_s:
+                    raise SamplerAway(sentence) from error
                 logger.warning("%s; the request is asked again", error)
 
     async def _pick(self, base: str, adapter: NamedAdapter | None) -> Door:
-        """The server with the least to do that answers, one with the adapter if it can be."""
+        """The server with the least to do that answers, one with the adapter if it can be.
+
+        One that was away takes part once it is warm, unless there is no other.
+        """
         while True:
             doors = self._running or [await self._own(base)]
             ready = [door for door in doors if door.rest_until_s <= time.monotonic()]
+            warm = [door for door in ready if door.is_warm]
+            for door in ready if warm else ():
+                self._warm(door)
             if ready:
-                return min(ready, key=lambda door: door.cost(adapter))
+                return min(warm or ready, key=lambda door: door.cost(adapter))
             await asyncio.sleep(_LOOK_S)
+
+    def _warm(self, door: Door) -> None:
+        if not door.is_warm and door not in self._warming:
+            task = self._warming[door] = asyncio.create_task(self._sample_once(door))
+            task.add_done_callback(lambda _: self._warming.pop(door))
+
+    async def _sample_once(self, door: Door) -> None:
+        """Samples with an adapter beside requests: the first time takes vLLM 29 s on CPUs."""
+        try:
+            for base in await door.models():
+                with suppress(KeyError):  # it serves others, too
+                    section = self._base_of(base)
+                    folder = await asyncio.to_thread(warm_adapter, self._folder, section)
+                    async with door.lease(NamedAdapter.of(str(folder)), 1) as model:
+                        body = {"model": model, "prompt": [0], "max_tokens": 1}
+                        await anext(door.answers("/v1/completions", body))
+        except ServerGone:
+            return
+        except Exception as error:  # requests have words of their own for it
+            logger.warning("%s is asked without a first sample: %s", door.server.address, error)
+        door.is_warm = True
 
     async def _own(self, base: str) -> Door:
         """Our server for a base; all that ask at once wait for the same start."""
@@ -239,11 +280,11 @@ class VllmSampler(Sampler):
 
 
 async def _encode(door: Door, base: str, text: str) -> list[int]:
-    answer = await door.ask("POST", "/tokenize", {"model": base, "prompt": text})
+    answer = await anext(door.answers("/tokenize", {"model": base, "prompt": text}))
     return [int(token) for token in answer["tokens"]]
 
 
 async def _generate_one(door: Door, base: str, prompt: Prompt) -> Answer:
     body = {"model": base, **to_request(prompt, streams=False)}
-    answer = await door.ask("POST", "/v1/completions", body)
+    answer = await anext(door.answers("/v1/completions", body))
     return gather([prompt], pieces_of(0, prompt, answer))[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hashlib
+import json
 import os
 import secrets
 import shlex
@@ -20,8 +21,18 @@ from typing import Any
 
 import httpx
 
-from tlora_megatron.config.reader import must
-from tlora_megatron.runtime.sampling.values import Piece, Prompt, Scores, TokenLogprob, TopLogprobs
+from tlora_megatron.config.reader import must, read_spec
+from tlora_megatron.config.schema import BaseModelSpec
+from tlora_megatron.files import write_atomic
+from tlora_megatron.model.config_json import read_model_spec
+from tlora_megatron.runtime.sampling.values import (
+    PEFT_FILES,
+    Piece,
+    Prompt,
+    Scores,
+    TokenLogprob,
+    TopLogprobs,
+)
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import SamplerUnavailable, SamplingRefused
 from tlora_megatron.service.supervisor import Child
@@ -120,6 +131,30 @@ def _scores(prompt: Prompt, rows: Sequence[Mapping[str, Any] | None]) -> Scores:
 def _likeliest(found: Mapping[int, float], count: int) -> TopLogprobs:
     order = sorted(found.items(), key=lambda pair: -pair[1])
     return tuple(TokenLogprob(token, logprob) for token, logprob in order[:count])
+
+
+def warm_adapter(folder: Path, base: Mapping[str, Any]) -> Path:
+    """The folder of an adapter of zeros on one linear of a base, which is written if it is not."""
+    spec = read_model_spec(read_spec(BaseModelSpec, dict(base), "base").config_file)
+    target = spec.peft_targets[0]
+    path, (rows, columns) = spec.module_path(0, target), spec.target_shape(target)
+    into = make_folder(folder / f"warm-{rows}-{columns}-{path}")
+    shapes = {"A": [1, columns], "B": [rows, 1]}
+    places = {"A": [0, 4 * columns], "B": [4 * columns, 4 * (columns + rows)]}
+    header = {
+        f"base_model.model.{path}.lora_{side}.weight": {
+            "dtype": "F32", "shape": shapes[side], "data_offsets": places[side],
+        }
+        for side in "AB"
+    }  # fmt: skip
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(places["B"][1])
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "bias": "none"}
+    config["target_modules"] = [path.rpartition(".")[2]]
+    if not all((into / name).exists() for name in PEFT_FILES):
+        write_atomic(into / PEFT_FILES[0], json.dumps(config), durable=False)
+        write_atomic(into / PEFT_FILES[1], content, durable=False)
+    return into
 
 
 COMMAND = ("vllm", "serve")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
@@ -18,10 +20,13 @@ from tlora_megatron.model.backbone import Backbone
 from tlora_megatron.training.driven_jobs import DrivenState
 from tlora_megatron.training.driven_requests import Answer, Category, Clients, Request
 from tlora_megatron.training.formats.checkpoint import find_checkpoint
+from tlora_megatron.training.formats.peft import CONFIG_NAME
 from tlora_megatron.training.loop import Loop
 from tlora_megatron.training.saving.saver import Target
 from tlora_megatron.training.saving.snapshot import Snapshot
-from tlora_megatron.training.saving.writer import FOLDER, publish, settle
+from tlora_megatron.training.saving.writer import FOLDER, SAMPLED, publish, settle
+
+logger = logging.getLogger(__name__)
 
 _THREADS = 2
 """That read: the thread that trains has to get its turn in Python."""
@@ -101,19 +106,40 @@ class StateFiles:
     def save_for_sampler(self, job: DrivenState, number: int, request: Request) -> bool:
         """Publishes the adapter, for PEFT, by a name; False if it must wait for the disk.
 
-        It is answered once it can be read; that it is on the disk comes after.
+        It is answered once it can be read; that it is on the disk comes after. Where only samplers
+        read it and the base has bf16, they get that, in a third of the time, and its fp32 weights
+        come after, too.
         """
         name, files = self._folder(job, FOLDER, request), self._loop.files
         failed, permit = self._failed(job, number), partial(files.permit, job.name)
+        dtype = self._loop.super_model.bank.dtype
+        is_sampled = bool(request.params.get("only_sampled")) and dtype == torch.bfloat16
+        rest: list[Path] = []
 
         def write(snapshot: Snapshot) -> int:
             def write_folder(folder: Path) -> int:
-                return files.adapter(job, failed, folder, durable=False).write(snapshot)
+                if not is_sampled:
+                    return files.adapter(job, failed, folder, durable=False).write(snapshot)
+                rest.append(folder)
+                inner = files.adapter(job, failed, folder / SAMPLED, durable=False, dtype=dtype)
+                size_bytes = inner.write(snapshot)
+                if not (config := folder / CONFIG_NAME).exists():  # it is an adapter's folder
+                    shutil.copyfile(folder / SAMPLED / CONFIG_NAME, config)
+                return size_bytes
 
             return publish(name, number, write_folder, permit)
 
+        def write_rest(snapshot: Snapshot) -> None:
+            for folder in rest:
+                try:
+                    files.adapter(job, failed, folder, durable=False).write(snapshot)
+                except (OSError, ValueError) as error:
+                    logger.warning("version %d of %s can only be sampled: %s", number, name, error)
+                    (folder / CONFIG_NAME).unlink(missing_ok=True)  # so `settle` sees it
+
         target = files.adapter(job, failed, name)
-        target = target._replace(write=write, clean_up=partial(settle, name, number, permit))
+        settled = partial(settle, name, number, permit)
+        target = target._replace(write=write, write_rest=write_rest, clean_up=settled)
         return self._save(job, number, target, name)
 
     def load_state(self, job: DrivenState, number: int, request: Request) -> bool:

@@ -29,6 +29,10 @@ from tlora_megatron.training.saving.snapshot import (
 from tlora_megatron.training.saving.writer import Writer
 
 
+def _nothing(_: Snapshot) -> None:
+    """Writes nothing more."""
+
+
 class Target(NamedTuple):
     """Something to be written of a snapshot."""
 
@@ -39,7 +43,9 @@ class Target(NamedTuple):
     on_error: Callable[[Exception], None]
     """Called on the thread that trains if the disk refused or a value was not finite."""
     on_done: Callable[[], None] = always
-    """Called there once it is on the disk."""
+    """Called there once it is written."""
+    write_rest: Callable[[Snapshot], None] = _nothing
+    """Writes what nobody waits for, on the writer's thread; must not raise."""
     clean_up: Callable[[], None] = always
     """Settles it or removes what it replaces, on the writer's thread, ahead of the job's next save;
     must not raise."""
@@ -247,6 +253,10 @@ class Saver:
                 outcomes.append(target.on_done)
         with self._writer.changed:
             self._outcomes += outcomes
+            self._writer.changed.notify_all()
+        for target in targets:
+            target.write_rest(snapshot)
+        with self._writer.changed:
             self.times.writes += len(targets) - num_failed
             self.times.written_bytes += num_bytes
             self.times.writer_s += time.perf_counter() - begin_s

@@ -1,6 +1,7 @@
 """Threads that write what a run has to write, and versions of adapters, which never change.
 
     jobs/ID/sampler/.versions/00000123    what request 123 of the job's client has published
+    .../00000123/.sampled                 the same in bf16, where only a sampler waited for it
     jobs/ID/sampler/NAME                  a link to the version that was published last by this name
     jobs/ID/sampler/.durable              the number up to which they are on the disk
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 FOLDER = "sampler"
 """In a job's folder: names, and the versions that they lead to."""
 _VERSIONS = ".versions"
+SAMPLED = ".sampled"
+"""In a version's folder: what is there before the fp32 weights are."""
 _NUMBER = re.compile(r"\d{8,}")
 
 
@@ -46,6 +49,11 @@ class AdapterVersion(NamedTuple):
     def folder(self, jobs: Path) -> Path:
         """Its folder; `jobs` holds all jobs'."""
         return jobs / self.job / FOLDER / _VERSIONS / f"{self.number:08d}"
+
+    def sampled_folder(self, jobs: Path) -> Path:
+        """What samplers read: the one in 16 bits where there is one."""
+        inner = self.folder(jobs) / SAMPLED
+        return inner if inner.is_dir() else inner.parent
 
     @classmethod
     def parse(cls, text: str) -> AdapterVersion:
@@ -94,10 +102,12 @@ def settle(name: Path, number: int, permit: Permit) -> None:
     """
     folder, noted = name.parent / _VERSIONS / f"{number:08d}", name.parent / _DURABLE
     try:
-        for path in (*folder.glob("*"), folder, folder.parent, name.parent, name.parent.parent):
+        above = folder, folder.parent, name.parent, name.parent.parent
+        for path in (*folder.rglob("*"), *above):
             with suppress(FileNotFoundError):  # it was deleted, or never written
                 flush(path)
-        if folder.is_dir() and number > (read_json(noted) or 0):
+        is_whole = any(path.is_file() for path in folder.glob("[!.]*"))
+        if is_whole and number > (read_json(noted) or 0):
             permit()
             write_json(noted, number)
     except (OSError, ValueError) as error:

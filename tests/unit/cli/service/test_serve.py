@@ -41,6 +41,12 @@ from tlora_megatron.service.store import Progress, Store, StoreError
         (["--sampler-gpu", "1"], "--sampler-gpu must be left out without --http, got '1'"),
         (["--keep-sessions", "3"], "--keep-sessions must be left out without --http, got 3"),
         (["--http", "0", "--sampler-address", "u"], "--sampler-address must be given with"),
+        (["--http=0", "--sampler=sglang"], "--sampler sglang must be given with --sampler-address"),
+        (["--http=0", "--sampler-memory=9"], "--sampler-memory must be given with --sampler own"),
+        (
+            ["--http=0", "--sampler-memory=1e6", "--sampler-gpu=0"],
+            "--sampler-memory must leave gangs a part of a GPU's",
+        ),
         (["--http", "0", "--sampler-words=-x"], "--sampler-words must be given with"),
         (["--http=0", "--sampler=vllm", "--sampler-words=--port=1"], "must leave --port=1 to the"),
         (["--http=0", "--sampler=vllm", "--sampler-words='"], "must be words of vllm serve, got"),

@@ -289,13 +289,14 @@ def test_client_that_hangs_up_takes_its_request_back(
     ("words", "kind"),
     [
         ([], OwnSampler),
-        (["--sampler", "own", "--sampler-gpu", "3"], OwnSampler),
+        (["--sampler", "own", "--sampler-gpu", "3", "--sampler-memory", "20"], OwnSampler),
         (["--sampler", "vllm", "--sampler-address", "http://127.0.0.1:1/"], VllmSampler),
         (
             ["--sampler=vllm", "--sampler-address=http://127.0.0.1:1", "--sampler-may-differ"],
             VllmSampler,
         ),
         (["--sampler=vllm", "--sampler-address=u", "--sampler-address=v"], VllmSampler),
+        (["--sampler=sglang", "--sampler-address=u"], VllmSampler),
         (["--sampler=vllm", "--sampler-words=--max-loras 2 --enforce-eager"], VllmSampler),
         (["--sampler", "off"], None),
     ],

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.fake_vllm import make_app
@@ -30,6 +31,7 @@ from tests.helpers.tiny_tokenizer import (
 from tlora_megatron.runtime.sampling.values import Answer, Prompt, SamplingParams, TokenLogprob
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.sampling.sampler import (
+    SamplerAway,
     SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
@@ -189,6 +191,32 @@ async def test_requests_go_where_the_adapter_is_and_to_who_lives(tmp_path: Path,
             assert log.count(("complete", prompt.adapter)) == 6
 
 
+async def test_a_server_samples_once_before_it_takes_part(tmp_path: Path, repo: Path) -> None:
+    """With an adapter of the base, while a warm one answers."""
+    logs: list[Log] = [[], []]
+    apps = [make_app("base", "key", log) for log in logs]
+    section = {"path": str(repo / "configs/quickstart/base"), "dtype": "bfloat16"}
+    prompt = Prompt(tokens=(1,), adapter=adapter(tmp_path / "a"))
+    with listening(apps[0]) as one, listening(apps[1]) as two:
+        running = [Server(address, "key") for address in (one, two)]
+        sampler = VllmSampler(tmp_path, {"base": section}.__getitem__, running=running)
+        first, second = sampler._running
+        await sampler.generate("base", [prompt])
+        assert (first.is_warm, second.is_warm) == (True, False)
+        while not second.is_warm:
+            await sampler.generate("base", [prompt])
+        await sampler.close()
+    (load,) = (what[1] for what in logs[1] if what[0] == "load")
+    assert ("complete", load) in logs[1]
+    assert not any(what[1] == load for what in logs[0])
+    config = json.loads(Path(load, "adapter_config.json").read_text())
+    shapes = {name: list(tensor.shape) for name, tensor in load_file(
+        Path(load, "adapter_model.safetensors")).items()}  # fmt: skip
+    path = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    assert shapes == {f"{path}A.weight": [1, 128], f"{path}B.weight": [128, 1]}
+    assert config["target_modules"] == ["q_proj"]
+
+
 async def test_no_more_adapters_are_used_than_there_are_slots(tmp_path: Path, address: str) -> None:
     one, two = (NamedAdapter.of(adapter(tmp_path / name)) for name in "ab")
     door = Door(Server(address, "key"), slots=1, most_rank=None)
@@ -224,7 +252,7 @@ async def test_refusals(tmp_path: Path, address: str) -> None:
         with pytest.raises(SamplerBusy, match="at most 1 prompts waiting"):
             await asyncio.gather(*(sampler.generate("base", [Prompt(tokens=(1,))]) for _ in "ab"))
     async with opened(tmp_path, "http://127.0.0.1:9") as sampler:
-        with pytest.raises(SamplerUnavailable, match="vLLM does not answer for base"):
+        with pytest.raises(SamplerAway, match="vLLM does not answer for base"):
             await sampler.generate("base", [Prompt(tokens=(1,))])
 
 

@@ -336,7 +336,11 @@ def test_a_full_disk_refuses_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         write_tensors(tmp_path / "file", huge)
 
 
-def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
-    content = tensors() | {"m": torch.tensor([[1.0, torch.nan]])}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_named(tmp_path: Path, dtype: torch.dtype, wrong: float) -> None:
+    content = tensors() | {"l": torch.tensor([[3.38e38, -3.38e38, 0.0, 1e-40]])}
+    write_tensors(tmp_path / "file", pending(content), dtype=dtype)
+    content["m"] = torch.tensor([[1.0, wrong]])
     with pytest.raises(ValueError, match="m must be finite, got NaN or inf"):
-        write_tensors(tmp_path / "file", pending(content))
+        write_tensors(tmp_path / "file", pending(content), dtype=dtype)

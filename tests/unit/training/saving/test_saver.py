@@ -32,6 +32,7 @@ from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.saving.saver import Saver
 from tlora_megatron.training.saving.snapshot import Arena, save_memory_numel
 from tlora_megatron.training.saving.writer import (
+    SAMPLED,
     AdapterVersion,
     Writer,
     WriterDied,
@@ -372,6 +373,17 @@ def test_a_version_is_written_once_and_its_name_moves_to_the_next(name: Path) ->
     assert versions_of(name.parent.parent) == [AdapterVersion("j1", n) for n in (3, 12)]
     assert AdapterVersion.parse(str(AdapterVersion("j1", 12))) == AdapterVersion("j1", 12)
     assert AdapterVersion.of(name) is None
+    assert AdapterVersion("j1", 12).sampled_folder(jobs) == published_folder(name)
+    writer("bf16")(name / SAMPLED)
+    assert AdapterVersion("j1", 12).sampled_folder(jobs) == published_folder(name) / SAMPLED
+
+
+def test_a_version_that_can_only_be_sampled_is_not_settled(name: Path) -> None:
+    publish(name, 1, lambda folder: writer("bf16")(folder / SAMPLED), always)
+    settle(name, 1, always)
+    assert publish(name, 1, writer("whole"), always) == 5
+    settle(name, 1, always)
+    assert publish(name, 1, writer("whole"), always) == 0
 
 
 def test_a_folder_from_before_gives_its_place_to_a_link(name: Path) -> None:

@@ -142,6 +142,9 @@ class Checkpoints:
     def folder(self, version: AdapterVersion) -> Path:
         return version.folder(self._home.jobs)
 
+    def sampled_folder(self, version: AdapterVersion) -> Path:
+        return version.sampled_folder(self._home.jobs)
+
     def sweep(self, model: Model, *, keep: int, is_over: bool) -> None:
         """Deletes what has expired, and what was saved for samplers that are not there any more.
 

@@ -57,6 +57,7 @@ _ALONE_S = 120.0
 """Clients look after their requests all the time, for 20 s each: one that does not has gone. If it
 comes again, the same is drawn anew."""
 _BUSY_S = 1.0
+_PAUSED: Any = ("paused_capacity", "the sampler is too busy, or away; it is asked again")
 _LONGER_S = 23 * 3600.0
 """Beyond the hour for which other samples are kept (`sessions.SAMPLES_S`)."""
 
@@ -92,8 +93,8 @@ def router(service: Service, tasks: SamplingTasks) -> APIRouter:
             _source(context).check_room()
         except sampling.SamplerBusy as error:
             raise ApiError(429, str(error), headers={"Retry-After": "1"}) from error
-        request, version = await service.read(_take, context, body)
-        tasks.begin(context, request)
+        request, sampler, version = await service.read(_take, context, body)
+        tasks.begin(context, request, sampler)
         by = "" if version is None else f"{BY}{version}"
         ids = [f"{request}:{index}{by}" for index in range(body.num_samples)]
         return {"request_id": str(request), "sample_sequence_ids": ids}
@@ -147,8 +148,8 @@ def _sampleable(context: TenantContext, path: str) -> Saved:
     return saved
 
 
-def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, str | None]:
-    """Notes what is asked, and of which version; the same number again changes nothing."""
+def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, Sampler, str | None]:
+    """Notes what is asked of whom, and of which version; the same number again changes nothing."""
     _source(context)
     if body.sampling_session_id is None or body.seq_id is None:
         raise Refused("sampling_session_id and seq_id must be given: create_sampling_session first")
@@ -161,7 +162,7 @@ def _take(context: TenantContext, body: bodies.Sample) -> tuple[RequestId, str |
     asked["version"] = version
     if not files.ask(asked):
         asked = files.asked() or asked
-    return request, asked.get("version", version)
+    return request, sampler, asked.get("version", version)
 
 
 def _moved(context: TenantContext, sampler: Sampler) -> Sampler:
@@ -200,16 +201,19 @@ class SamplingTasks:
         more.
         """
         read, files = context.service.read, files_of(context, request)
-        await read(context.sampler, str(request.of))
-        found = await read(files.result)
-        if found is not None:
-            return found
-        if await read(files.asked) is None:
-            raise Gone(f"the answer to {request} is not kept any more: ask again")
+        if _key(context, request) not in self._tasks:  # else it is the tenant's own, and is there
+            await read(context.sampler, str(request.of))
+            found = await read(files.result)
+            if found is not None:
+                return found
+            if await read(files.asked) is None:
+                raise Gone(f"the answer to {request} is not kept any more: ask again")
         task = self.begin(context, request)
         await asyncio.wait([task], timeout=seconds)
         found = await read(files.result)
-        return Waiting() if found is None else found
+        if found is not None:
+            return found
+        return Waiting(*_PAUSED) if task.done() else Waiting()
 
     def cancel(self, context: TenantContext, request: RequestId) -> None:
         """Draws no more for a request that its client has given up."""
@@ -223,12 +227,14 @@ class SamplingTasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def begin(self, context: TenantContext, request: RequestId) -> asyncio.Task[None]:
-        """Draws what is asked, once at a time."""
+    def begin(
+        self, context: TenantContext, request: RequestId, sampler: Sampler | None = None
+    ) -> asyncio.Task[None]:
+        """Draws what is asked, once at a time; the sampler is looked up if it is not known."""
         key = _key(context, request)
         task = self._tasks.get(key)
         if task is None:
-            task = self._tasks[key] = asyncio.create_task(_draw(context, request))
+            task = self._tasks[key] = asyncio.create_task(_draw(context, request, sampler))
             task.add_done_callback(lambda _: self._end(key))
         else:
             self._alarms[key].cancel()
@@ -248,11 +254,11 @@ def files_of(context: TenantContext, request: RequestId) -> SampleFiles:
     return SampleFiles(folder, request.seq_id)
 
 
-async def _draw(context: TenantContext, request: RequestId) -> None:
+async def _draw(context: TenantContext, request: RequestId, sampler: Sampler | None) -> None:
     """Draws one request's samples, and writes the answer or why there is none."""
     read, files = context.service.read, files_of(context, request)
     try:
-        order = await read(_order, context, request, files)
+        order = await read(_order, context, request, files, sampler)
         if order is None:
             return
         body, sampler, folder, seed = order
@@ -267,6 +273,8 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
         await read(files.fail, sentence, "user")
     except sampling.SamplerBusy:
         await asyncio.sleep(_BUSY_S)  # the client's next look begins it again
+    except sampling.SamplerAway as error:
+        logger.error("%s", error)  # as above
     except sampling.SamplerUnavailable as error:
         # It quotes the sampler's log, which may be of other tenants' requests.
         logger.error("%s", error)
@@ -283,17 +291,17 @@ async def _draw(context: TenantContext, request: RequestId) -> None:
 
 
 def _order(
-    context: TenantContext, request: RequestId, files: SampleFiles
+    context: TenantContext, request: RequestId, files: SampleFiles, known: Sampler | None
 ) -> tuple[bodies.Sample, Sampler, Path | None, int] | None:
     """What is to be drawn: the request, its sampler, the weights, the seed; None: nothing is."""
     asked = files.asked()
     if asked is None or files.result() is not None:
         return None
-    sampler = context.sampler(str(request.of))
+    sampler = known or context.sampler(str(request.of))
     sampler = replace(sampler, version=asked.get("version", sampler.version))
     folder = None
     if sampler.version is not None:
-        folder = context.checkpoints.folder(AdapterVersion.parse(sampler.version))
+        folder = context.checkpoints.sampled_folder(AdapterVersion.parse(sampler.version))
     elif sampler.model_path is not None:
         saved = context.checkpoints.find(sampler.model_path)
         if saved.version is not None:  # it took the name of weights from before there were any

@@ -253,7 +253,7 @@ def _save_for_session(context: TenantContext, body: bodies.SaveWeights) -> dict[
     id = SamplerId(model.session, body.sampling_session_seq_id)
     context.sessions.put_sampler(context.new_sampler(id, model.base, str(path), str(version)))
     request = driven_requests.Request(
-        op="save_for_sampler", params={"name": name, "overwrite": True}
+        op="save_for_sampler", params={"name": name, "overwrite": True, "only_sampled": True}
     )
     return submit(context, body.model_id, body.seq_id, SAVE_FOR_SESSION, request)
 

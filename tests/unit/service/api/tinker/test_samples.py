@@ -35,6 +35,7 @@ from tlora_megatron.service.api.tinker.sessions import Reaper
 from tlora_megatron.service.home import held
 from tlora_megatron.service.sampling.sampler import (
     Sampler,
+    SamplerAway,
     SamplerBusy,
     SamplerUnavailable,
     SamplingRefused,
@@ -52,7 +53,7 @@ class PlayedSampler(Sampler):
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Prompt]] = []
-        self.is_full = False
+        self.is_full = self.is_away = False
 
     def check_room(self) -> None:
         if self.is_full:
@@ -64,6 +65,8 @@ class PlayedSampler(Sampler):
             raise SamplingRefused("a prompt must not begin with 9 here, got one that does")
         if prompts[0].tokens[0] == 7:
             raise SamplerUnavailable("the sampler has ended: ValueError in /srv/base")
+        if self.is_away:
+            raise SamplerAway("vLLM does not answer")
         if prompts[0].tokens[0] == 8:
             await asyncio.sleep(1e6)
         digit = int(str(prompts[0].params.seed)[-1])
@@ -286,6 +289,11 @@ def test_a_sample_is_drawn_once_and_again_after_a_death(
         failed = post("asample", **broken).json()["request_id"]
         error = post("retrieve_future", request_id=failed).json()["error"]
         assert error == "the sampler cannot be used now; the service's log says why"
+        sampler.is_away = True
+        request = post("asample", **{**asked, "seq_id": 4}).json()["request_id"]
+        assert post("retrieve_future", request_id=request).json()["queue_state_reason"]
+        sampler.is_away = False
+        assert decode_sample(post("retrieve_future", request_id=request).content)
         sweep_samples(folder, float("inf"))
         assert post("retrieve_future", request_id=first["request_id"]).status_code == 410
 
