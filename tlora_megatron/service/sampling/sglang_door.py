@@ -43,11 +43,6 @@ class SglangDoor(Door):
             async for answer in super().answers(path, asked):
                 yield {"prompt": answer["text"]}
         elif path == "/tokenize":
-            if "messages" in body:
-                raise SamplingRefused(
-                    "messages must be written out as a prompt for SGLang, which tells no tokens of "
-                    "a chat; the samplers `own` and `vllm` take them"
-                )
             async for answer in super().answers(path, body):
                 yield answer
         else:

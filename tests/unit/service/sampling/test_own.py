@@ -194,8 +194,8 @@ async def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> Non
             ({"op": "generate", "prompts": [{"tokens": []}], "seed": 0}, "at least one token"),
             ({"op": "generate", "prompts": [3], "seed": 0}, "prompt must be an object"),
             ({"op": "generate"}, "prompts must be given"),
-            ({"op": "encode", "text": "a" * 2000}, "at most 1024 characters, got 2002"),
-            ({"op": "encode", "messages": [{"role": "nobody"}]}, r"messages[0].role must be"),
+            ({"op": "encode", "asked": "a" * 2000}, "at most 1024 characters, got 2002"),
+            ({"op": "encode", "text": "a"}, "asked must be given"),
             ({"op": "decode", "tokens": [-1]}, "the request failed: OverflowError"),
         ):
             assert sentence in (await ask(found.socket, message))["error"]
@@ -203,10 +203,11 @@ async def test_wrong_requests_are_answered_with_sentences(tmp_path: Path) -> Non
 
 async def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None:
     async with served(tmp_path) as found:
-        text = await ask(found.socket, {"op": "encode", "text": "ab"})
+        text = await ask(found.socket, {"op": "encode", "asked": "ab"})
         assert text["tokens"] == [1, *byte_ids("ab")]
         messages = [{"role": "user", "content": "ab"}]
-        chat = await ask(found.socket, {"op": "encode", "messages": messages})
+        asked = {"messages": messages}
+        chat = await ask(found.socket, {"op": "encode", "asked": asked})
         assert chat["tokens"] == [1, 4, *byte_ids("ab"), 6, 5]
         assert await ask(found.socket, {"op": "decode", "tokens": chat["tokens"]}) == {
             "text": "<s><|user|>ab<|end|><|assistant|>"

@@ -164,8 +164,6 @@ async def test_streams_and_scores(sampler: VllmSampler) -> None:
 async def test_texts_and_refusals(sampler: VllmSampler) -> None:
     assert await sampler.encode("base", "ab") == [97, 98]
     assert await sampler.decode("base", [97, 98]) == "ab"
-    with pytest.raises(SamplingRefused, match="messages must be written out as a prompt"):
-        await sampler.encode("base", [{"role": "user", "content": "x"}])
     with pytest.raises(SamplingRefused, match=r"what SGLang serves at .*, base, got other"):
         await sampler.generate("other", [Prompt(tokens=(1,), params=PARAMS)])
     await sampler.close()
