@@ -17,6 +17,7 @@ from rich.table import Table
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sweep import settings_text
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import Deployment
 from tlora_megatron.model.quantisation import base_quantisation, read_published_format
@@ -109,6 +110,36 @@ def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> Non
     report = Path(output_dir) / "report.html"
     if report.is_file():
         console.print(f"report: {report}")
+    if sentence := summary.get("run", {}).get("stop_sentence"):
+        console.print(sentence, style="bold")
+
+
+def print_sweep(console: Console, summary: dict[str, Any], output_dir: str) -> None:
+    """Prints from `summary.json` a sweep's trials, the best first, and what it has saved."""
+    results = summary["sweep"]
+    ranking, best, metric = results["ranking"], results["best"], results["metric"]
+    keys = list(dict.fromkeys(key for row in ranking for key in row["settings"]))
+    table = make_table("", "trial", *keys, metric, "steps", "end", words=("trial", "end"))
+    for place, row in enumerate(ranking, start=1):
+        table.add_row(
+            str(place),
+            row["trial"],
+            *(settings_text({"": row["settings"].get(key)}).strip() for key in keys),
+            "-" if row["value"] is None else _RESULTS["eval_loss"].format(row["value"]),
+            f"{row['steps']}/{row['max_steps']}",
+            row["reason"] or row["status"],
+            style="red" if row["status"] in ("failed", "rejected") else "",
+        )
+    console.print(table, soft_wrap=False)
+    _print_speed(console, summary.get("run", {}))
+    if results["steps_saved"]:
+        console.print(f"{results['steps_saved']:.0%} of all trials' steps were not needed")
+    if best is not None:
+        told = f"{settings_text(best['settings'])}, {metric} {best['value']:.4g}"
+        console.print(f"best: {best['trial']} ({told}): {best['adapter']}", style="bold")
+    for file in ("sweep.csv", "report.html"):
+        if (Path(output_dir) / file).is_file():
+            console.print(f"written: {Path(output_dir) / file}")
     if sentence := summary.get("run", {}).get("stop_sentence"):
         console.print(sentence, style="bold")
 

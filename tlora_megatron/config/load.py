@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tlora_megatron.config.parallel_rules import (
     check_stages,
     settle_deterministic,
     settle_replicas,
+    with_portions,
 )
 from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
@@ -30,6 +32,7 @@ from tlora_megatron.config.sections import (
     read_jobs,
     short_form,
 )
+from tlora_megatron.config.sweep import read_sweep
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
 
@@ -63,6 +66,40 @@ def load_config(
         settle=settle,
         files_may_be_missing=files_may_be_missing,
     )
+
+
+def load_sweep(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    *,
+    files_may_be_missing: bool = False,
+) -> RunConfig:
+    """Reads and checks the file of a sweep, as `load_config` does one with `jobs`: its trials.
+
+    Jobs have portions in any case: no choice is to depend on who trains beside a trial.
+    """
+    path = Path(path)
+    document = read_document(path, overrides=overrides)
+    known = ("base_model", "parallel", "run", "job", "sweep")
+    for key in document:
+        if key not in known:
+            raise unknown("", key, known)
+    if "sweep" not in document:
+        raise ConfigError(f"sweep must be given: what {path} tries; `tlora train` needs none")
+    sweep, jobs = read_sweep(document.pop("sweep"), document.pop("job", None))
+    config = read_config(
+        {**document, "jobs": jobs},
+        path.resolve().parent,
+        output_dir=output_dir,
+        files_may_be_missing=files_may_be_missing,
+    )
+    read = {job.name: job for job in config.jobs}
+    settings = {
+        name: {key: plain(attrgetter(key)(read[name])) for key in own} if name in read else own
+        for name, own in sweep.settings.items()
+    }
+    return replace(with_portions(config), sweep=replace(sweep, settings=settings))
 
 
 def read_config(
@@ -198,6 +235,8 @@ def _read_sections(
     base_model: BaseModelSpec | None = None,
 ) -> tuple[BaseModelSpec, ParallelSpec, RunSpec]:
     """Reads the sections of a run, and refuses any that is not known."""
+    if "sweep" in document:
+        raise ConfigError("sweep is not a known key here; `tlora sweep FILE` trains its trials")
     for key in document:
         if key not in known:
             raise unknown("", key, known)
