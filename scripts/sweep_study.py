@@ -17,7 +17,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=60, help="of each trial")
     parser.add_argument("--keep", type=float, default=0.34, help="as sweep.stop.keep")
+    parser.add_argument("--folder", type=Path, help="keeps the runs; those in it go on")
     parser.add_argument("--rows", type=Path, required=True, help="CSV to append to")
     parser.add_argument("--size", choices=("8b", "toy"), help="times over random weights")
     args = parser.parse_args()
@@ -43,7 +43,9 @@ def main() -> None:
         append_rows(args.rows, [times(args.size, args.steps, args.keep)])
         return
     for seed in args.seeds:
-        append_rows(args.rows, [compare(seed, args.steps, args.keep)])
+        with tempfile.TemporaryDirectory() as made:
+            row = compare(args.folder or Path(made), seed, args.steps, args.keep)
+        append_rows(args.rows, [row])
 
 
 def times(size: str, steps: int, keep: float) -> dict[str, Any]:
@@ -90,15 +92,11 @@ def times(size: str, steps: int, keep: float) -> dict[str, Any]:
     }
 
 
-def compare(seed: int, steps: int, keep: float) -> dict[str, Any]:
+def compare(folder: Path, seed: int, steps: int, keep: float) -> dict[str, Any]:
     """Runs one seed's sweep and its whole grid; returns the row."""
-    with tempfile.TemporaryDirectory() as folder:
-        own = [GRID, f"run.seed={seed}", f"job.max_steps={steps}"]
-        begin_s = time.perf_counter()
-        halved = sweep(Path(folder, "halved"), [*own, f"sweep.stop.keep={keep}"])
-        middle_s = time.perf_counter()
-        whole = sweep(Path(folder, "whole"), [*own, "sweep.stop=null"])
-        end_s = time.perf_counter()
+    own = [GRID, f"run.seed={seed}", f"job.max_steps={steps}"]
+    halved = sweep(folder / f"halved{seed}", [*own, f"sweep.stop.keep={keep}"])
+    whole = sweep(folder / f"grid{seed}", [*own, "sweep.stop=null"])
     places = [row["trial"] for row in whole["ranking"]]
     tokens = [sum(row["tokens"] for row in found["ranking"]) for found in (halved, whole)]
     best = halved["best"]
@@ -117,8 +115,6 @@ def compare(seed: int, steps: int, keep: float) -> dict[str, Any]:
         "place_in_grid": places.index(best["trial"]) + 1,
         "grid_best": whole["best"]["trial"],
         "grid_eval_loss": f"{whole['best']['value']:.5g}",
-        "halved_s": f"{middle_s - begin_s:.1f}",
-        "grid_s": f"{end_s - middle_s:.1f}",
     }
 
 

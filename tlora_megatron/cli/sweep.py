@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import uuid
 from dataclasses import asdict
 from typing import Any
 
 from tlora_megatron.cli.planner_options import DEFAULT_HARDWARE, add_hardware_arguments
-from tlora_megatron.cli.tables import open_console
+from tlora_megatron.cli.service.reaching import reach_service
+from tlora_megatron.cli.tables import open_console, sweep_line
 from tlora_megatron.cli.train import add_config_arguments, positive, train_config
 from tlora_megatron.config.load import load_sweep
 from tlora_megatron.config.reader import must
@@ -21,6 +23,7 @@ examples:
   tlora sweep configs/quickstart_sweep.yaml --nproc 2
   tlora sweep sweep.yaml --dry-run --hardware h200
   tlora sweep sweep.yaml --set sweep.trials=48 --output-dir runs/more
+  tlora sweep sweep.yaml --service http://host:8017    # its trials as jobs of a service
 
 results: OUT/sweep.csv, OUT/sweep.json, OUT/report.html, OUT/jobs/TRIAL/adapter
 exit code: as of `tlora train`; the same command continues a sweep that was stopped
@@ -49,12 +52,19 @@ def add_parser(commands: Any) -> None:
         "GPUs of --hardware",
     )
     add_hardware_arguments(parser)
+    parser.add_argument(
+        "--service",
+        metavar="PLACE",
+        help="hand the trials to a service, by its folder or its address, http://HOST:PORT",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains the trials, in this process or in `--nproc` of them, and prints what was found."""
+    if args.service is not None:
+        return _submit(args)
     for name in ("hardware", "lengths"):
         if not args.dry_run and getattr(args, name) is not None:
             raise must(f"--{name}", "come with --dry-run", getattr(args, name))
@@ -64,6 +74,24 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _tell_times(args, config)
     return train_config(args, config)
+
+
+def _submit(args: argparse.Namespace) -> int:
+    """Hands the trials to a service."""
+    for name in ("dry_run", "nproc", "hardware", "lengths", "output_dir"):
+        if getattr(args, name):
+            given = f"--{name.replace('_', '-')}"
+            raise must(given, "be left out with --service", getattr(args, name))
+    with reach_service(args) as service:
+        found = service.submit_sweep(args.config, args.overrides, uuid.uuid4().hex)
+        if args.json:
+            print(json.dumps(found, indent=2))
+        else:
+            open_console().print(f"{found['id']}  {sweep_line(found)}")
+            told = f"see it with: tlora jobs --group {found['name']}"
+            console = open_console()
+            console.print(told if service.is_served else f"{told}; {service.how_to_serve} runs it")
+    return 0
 
 
 def _tell_times(args: argparse.Namespace, config: RunConfig) -> int:

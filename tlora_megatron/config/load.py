@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tlora_megatron.config.parallel_rules import (
 )
 from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
+from tlora_megatron.config.rungs import rung_steps
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (
     expand_short_form,
@@ -32,7 +32,7 @@ from tlora_megatron.config.sections import (
     read_jobs,
     short_form,
 )
-from tlora_megatron.config.sweep import read_sweep
+from tlora_megatron.config.sweep import Sweep, read_sweep
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
 
@@ -81,25 +81,35 @@ def load_sweep(
     """
     path = Path(path)
     document = read_document(path, overrides=overrides)
+    sweep, document = split_sweep(document)
+    config = read_config(
+        document,
+        path.resolve().parent,
+        output_dir=output_dir,
+        files_may_be_missing=files_may_be_missing,
+    )
+    return replace(with_portions(config), sweep=sweep)
+
+
+def split_sweep(document: Mapping[str, Any]) -> tuple[Sweep, dict[str, Any]]:
+    """Reads the document of a sweep; returns it, and a document with its trials as `jobs`.
+
+    Raises:
+        ConfigError: for a mistake of the sweep's own, or a rung that falls on no step of its own.
+    """
     known = ("base_model", "parallel", "run", "job", "sweep")
     for key in document:
         if key not in known:
             raise unknown("", key, known)
     if "sweep" not in document:
-        raise ConfigError(f"sweep must be given: what {path} tries; `tlora train` needs none")
-    sweep, jobs = read_sweep(document.pop("sweep"), document.pop("job", None))
-    config = read_config(
-        {**document, "jobs": jobs},
-        path.resolve().parent,
-        output_dir=output_dir,
-        files_may_be_missing=files_may_be_missing,
-    )
-    read = {job.name: job for job in config.jobs}
-    settings = {
-        name: {key: plain(attrgetter(key)(read[name])) for key in own} if name in read else own
-        for name, own in sweep.settings.items()
-    }
-    return replace(with_portions(config), sweep=replace(sweep, settings=settings))
+        raise ConfigError("sweep must be given: what is tried; without it there are jobs to train")
+    sweep, jobs = read_sweep(document["sweep"], document.get("job"))
+    at = () if sweep.spec.stop is None else sweep.spec.stop.at
+    for job in jobs:
+        if isinstance(job.get("max_steps"), int):
+            rung_steps(at, job["max_steps"], job["name"])
+    rest = {key: value for key, value in document.items() if key not in ("sweep", "job")}
+    return sweep, {**rest, "jobs": jobs}
 
 
 def read_config(

@@ -14,19 +14,24 @@ from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.sweep import SweepSpec
 
 
+def steps_at(at: Sequence[float], num_steps: int) -> tuple[int, ...]:
+    """The shares of a trial's steps, rounded up to whole ones."""
+    return tuple(math.ceil(share * num_steps - 1e-9) for share in at)
+
+
 def rung_steps(at: Sequence[float], num_steps: int, name: str) -> tuple[int, ...]:
     """Returns the steps behind which a trial of `num_steps` waits.
 
     Raises:
         ConfigError: if they are not apart from each other and from the end.
     """
-    steps = [math.ceil(share * num_steps - 1e-9) for share in at]
+    steps = steps_at(at, num_steps)
     if [*steps, num_steps] != sorted({*steps, num_steps}):
         raise ConfigError(
             f"sweep.stop.at must give rungs of their own before the end, got steps "
             f"{', '.join(map(str, steps))} of {num_steps} (job {name})"
         )
-    return tuple(steps)
+    return steps
 
 
 def num_kept(count: int, keep: float) -> int:

@@ -6,6 +6,7 @@ import math
 import random
 import types
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import product
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -32,12 +33,9 @@ _NOT_SWEPT = {
 class StopSpec:
     """Synchronous halving: which trials of a sweep go on, and when that is decided."""
 
-    keep: float = rule(
-        "share of the trials at a rung that go on, rounded up: the best by metric", gt=0, lt=1
-    )
+    keep: float = rule("share of the trials at a rung that go on, rounded up", gt=0, lt=1)
     at: tuple[float, ...] = rule(
-        "the rungs, ascending: shares of a trial's own steps, rounded up to whole steps, behind "
-        "which it is evaluated and waits for the others",
+        "the rungs: shares of a trial's own steps behind which it waits for the others",
         gt=0,
         lt=1,
         nonempty=True,
@@ -49,29 +47,27 @@ class SweepSpec:
     """What a sweep tries, by which metric, and which trials it stops early."""
 
     over: dict[str, Any] | None = rule(
-        "keys of the job (`optimizer.lr`, `lora.rank`), each with a list of values, or with "
-        "`{uniform: [low, high]}` or `{log_uniform: [low, high]}`, rounded for whole numbers; "
-        "lists without `trials` are a grid",
+        "values by keys of the job, such as `lora.rank`: a list, or `{uniform: [low, high]}` or "
+        "`{log_uniform: [low, high]}`",
         default=None,
     )
     list: tuple[dict[str, Any], ...] | None = rule(
-        "instead of `over`: the trials one by one, each a mapping from keys to values",
+        "instead of `over`: the trials one by one",
         default=None,
         nonempty=True,
     )
     trials: int | None = rule(
-        "number of trials drawn at random; the first ones of more are the same. null: all of the "
-        "grid",
+        "so many, drawn at random; null: the grid",
         default=None,
         ge=1,
     )
     seed: int = rule("seed of what is drawn", default=0, ge=0)
     metric: Metric = rule(
-        "evaluation by which trials are ranked: the least eval_loss, or the most of another",
+        "the least eval_loss is best, or the most of another",
         default="eval_loss",
     )
     stop: StopSpec | None = rule(
-        "stop the worst trials early; null: all train to their ends", default=None
+        "stop the worst early; null: all train to their ends", default=None
     )
 
     @property
@@ -140,10 +136,15 @@ def _trials(spec: SweepSpec) -> list[dict[str, Any]]:
     if spec.list is not None:
         if spec.trials is not None:
             raise must("sweep.trials", "be null with sweep.list", spec.trials)
-        for index, trial in enumerate(spec.list):
-            for key in trial:
-                check_key(f"sweep.list[{index}]", key, spec.metric)
-        return _checked([dict(trial) for trial in spec.list])
+        return _checked(
+            [
+                {
+                    key: _read(check_key(f"sweep.list[{i}]", key, spec.metric), trial[key])
+                    for key in trial
+                }
+                for i, trial in enumerate(spec.list)
+            ]
+        )
     assert spec.over is not None, "one of them is set"
     ranges = {key: _range(spec, key, given) for key, given in spec.over.items()}
     if not ranges:
@@ -196,7 +197,7 @@ def _range(spec: SweepSpec, key: str, given: Any) -> list[Any] | Drawn:
     if isinstance(given, list):
         if not given:
             raise must(path, "not be empty", given)
-        return given
+        return [_read(hint, value) for value in given]
     if not isinstance(given, dict) or len(given) != 1 or next(iter(given)) not in _SCALES:
         raise must(path, f"be a list of values, or one of {', '.join(_SCALES)}", given)
     ((scale, ends),) = given.items()
@@ -231,6 +232,14 @@ def _drawn(seed: int, number: int, ranges: Mapping[str, Sequence[Any] | Drawn]) 
         short = min(high, max(low, float(f"{value:.4g}")))
         found[key] = round(short) if is_whole else short
     return found
+
+
+def _read(hint: Any, value: Any) -> Any:
+    """A value of a key; YAML 1.1 reads 2e-4 as text, which a number's key does not mean."""
+    if isinstance(value, str) and float in (hint, *get_args(hint)):
+        with suppress(ValueError):
+            return float(value)
+    return value
 
 
 def check_key(path: str, key: Any, metric: Metric) -> Any:

@@ -17,7 +17,7 @@ from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.metrics import EventSink, Reports
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.run_watch import RunWatch
-from tlora_megatron.training.rungs import Rungs
+from tlora_megatron.training.rungs import Rungs, scores_of
 from tlora_megatron.training.signals import stop_sentence
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
@@ -265,6 +265,10 @@ class Loop:
                 self._note_evaluation(job, result)
             if job.is_done:
                 self._retire([job])
+            elif job.is_at_rung and result is not None:
+                job.is_held = True  # until somebody lets it leave
+                at = {"step": job.step, "scores": scores_of(result)}
+                self.reports.emit("at_rung", job.name, at)
 
     def evaluate_active(self) -> None:
         """Evaluates the jobs that still train, beside what is due by their own steps."""

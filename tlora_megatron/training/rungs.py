@@ -23,40 +23,52 @@ SWEEP_FILE = "sweep.json"
 """In the output folder: the trials, what was decided at the rungs, and at the end the results."""
 
 
-def score_of(metric: str, result: EvalResult | None) -> float:
-    """Returns an evaluation's value of a metric; NaN where there is none."""
+def scores_of(result: EvalResult | None) -> dict[str, float | None]:
+    """The metrics of an evaluation, by the names of `sweep.metric`; None = not finite."""
     if result is None:
-        return math.nan
+        return {}
     named = {"loss": result.loss, "exact_match": result.exact_match, **result.scores}
-    return named.get(metric.removeprefix("eval_"), math.nan)
+    found: dict[str, float | None] = without_nonfinite({f"eval_{k}": v for k, v in named.items()})
+    return found
 
 
 class Rungs:
     """Holds trials at rungs and lets the best go on; the same on every rank of a run.
 
     Args:
-        resuming: the folder holds this sweep, whose choices stand.
+        known: of `known_rungs`, the same on every rank: the choices made so far stand.
 
     Raises:
-        ConfigError: if the folder holds another sweep, or a rung falls on no step of its own.
+        ConfigError: if a rung falls on no step of its own.
     """
 
     def __init__(
-        self, sweep: Sweep, output_dir: Path, jobs: Sequence[JobState], *, resuming: bool
+        self,
+        sweep: Sweep,
+        output_dir: Path,
+        jobs: Sequence[JobState],
+        known: Sequence[Mapping[str, Any]],
     ) -> None:
         self.sweep, self._path = sweep, output_dir / SWEEP_FILE
-        known = (read_object(self._path) if resuming else None) or {}
-        _check_same(self._path, sweep, known)
         self._halving: Halving | None = None
         self._has_news = True
         if (stop := sweep.spec.stop) is not None:
-            names = {job.name: job for job in jobs}
-            steps = {
-                name: rung_steps(stop.at, job.plan.num_steps, name)
-                for name in sweep.settings
-                if (job := names.get(name)) is not None
-            }
-            self._halving = Halving(sweep.spec, steps, known.get("rungs", ()))
+            trials = [job for job in jobs if job.name in sweep.settings]
+            counts = {job.name: job.plan.num_steps for job in trials}
+            # Those that were cancelled and left out count as the worst.
+            steps = dict.fromkeys(sweep.settings, (0,) * len(stop.at))
+            steps |= {name: rung_steps(stop.at, count, name) for name, count in counts.items()}
+            self._halving = Halving(sweep.spec, steps, known)
+            warming = [
+                job.name
+                for job in trials
+                if steps[job.name][0] <= job.spec.schedule.num_warmup_steps(counts[job.name])
+            ]
+            if warming:
+                logger.warning(
+                    "sweep.stop.at: the first rung of %d trials, as of %s, lies in their warm-up, "
+                    "where high rates look best", len(warming), warming[0],
+                )  # fmt: skip
 
     def begin(self, jobs: Iterable[JobState]) -> Mapping[str, str]:
         """Tells trials where they wait; returns why some were stopped before a restart, by name."""
@@ -80,7 +92,8 @@ class Rungs:
         for job in jobs.values():
             if job.is_at_rung and not job.is_held:
                 job.is_held = self._has_news = True
-                self._halving.take(job.name, score_of(self.sweep.spec.metric, job.eval_after))
+                score = scores_of(job.eval_after).get(self.sweep.spec.metric)
+                self._halving.take(job.name, math.nan if score is None else score)
         decisions = self._halving.settle(jobs)
         for decision in decisions:
             self._has_news = True
@@ -111,9 +124,15 @@ class Rungs:
             logger.warning("a later start of the sweep will not know its rungs: %s", error)
 
 
-def _check_same(path: Path, sweep: Sweep, known: Mapping[str, Any]) -> None:
-    if not known:
-        return
+def known_rungs(sweep: Sweep, output_dir: Path) -> Sequence[Mapping[str, Any]]:
+    """Reads the rungs of a sweep that goes on; every rank calls it before any of them may write.
+
+    Raises:
+        ConfigError: if the folder holds another sweep.
+    """
+    path = output_dir / SWEEP_FILE
+    if (known := read_object(path)) is None:
+        return ()
     for section, value in (("sweep", sweep.spec), ("trials", sweep.settings)):
         mine, theirs = json.loads(json.dumps(plain(value))), known.get(section) or {}
         for key in {**mine, **theirs}:
@@ -122,3 +141,4 @@ def _check_same(path: Path, sweep: Sweep, known: Mapping[str, Any]) -> None:
                     f"run.output_dir must be new or hold this sweep, got {path} with {section}."
                     f"{key} {show(theirs.get(key))} instead of {show(mine.get(key))}"
                 )
+    return list(known.get("rungs", ()))

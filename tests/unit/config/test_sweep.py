@@ -32,6 +32,7 @@ def test_a_grid_a_list_and_what_is_drawn() -> None:
     assert trials(over=OVER) == [{"optimizer.lr": lr, "lora.rank": rank} for lr, rank in pairs]
     assert jobs[1] == JOB | {"name": "math-1", "optimizer": {"lr": 1e-4}, "lora": {"rank": 32}}
     assert trials(list=[{"seed": 1}, {"seed": 2, "lora.dropout": 0.1}])[1]["lora.dropout"] == 0.1
+    assert trials(over={"optimizer.lr": ["1e-4", 1e-3]})[0] == {"optimizer.lr": 1e-4}
     some = trials(over=OVER, trials=3)
     assert len(some) == 3
     assert all(trial in trials(over=OVER) for trial in some)

@@ -47,7 +47,7 @@ def sweep_results(
             "max_steps": job.get("max_steps"),
             "tokens": job.get("tokens", 0),
             "rung_scores": scores,
-            "value": scores[-1] if end is None and scores else end,
+            "value": end if job.get("status") == "finished" else (scores or [None])[-1],
             "adapter": job.get("adapter"),
         }
     order: list[str] = []

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -58,7 +58,7 @@ from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
 from tlora_megatron.training.run.sweep_results import sweep_results, write_table
 from tlora_megatron.training.run_watch import RunWatch
-from tlora_megatron.training.rungs import Rungs
+from tlora_megatron.training.rungs import Rungs, known_rungs
 from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import SuperModel
 
@@ -128,6 +128,9 @@ class TrainingRun:
         self._resuming = claim_output_dir(self.output_dir, config)
         if self._resuming:
             self.facts["resumed"] = True
+        self._rungs: Sequence[Mapping[str, Any]] = ()
+        if self._resuming and config.sweep is not None:
+            self._rungs = known_rungs(config.sweep, self.output_dir)
         with timeline.phase("data"):
             self._jobs = JobAdmission(
                 config, spec, quantisation=quantisation, resuming=self._resuming
@@ -207,7 +210,7 @@ class TrainingRun:
         )
         sweep, rungs = self.config.sweep, None
         if sweep is not None:
-            rungs = Rungs(sweep, self.output_dir, super_model.jobs, resuming=self._resuming)
+            rungs = Rungs(sweep, self.output_dir, super_model.jobs, self._rungs)
         self.loop = Loop(
             super_model,
             self.spec,
