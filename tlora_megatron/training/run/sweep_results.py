@@ -161,7 +161,7 @@ def _dots(key: str, metric: str, ranking: Sequence[Mapping[str, Any]], salt: str
         if min(values) > 0 and max(values) > 30 * min(values):
             axes.set_yscale("log")
 
-    return draw((4.2, 2.4), salt, paint, labels=True, x_title=key)
+    return draw((4.2, 2.4), salt, paint)
 
 
 def _shown(value: Any) -> str:
