@@ -84,6 +84,8 @@ class Report:
         return path
 
     def _draw(self) -> None:
+        if (self._output_dir / "sweep.json").is_file():
+            return  # of many trials few are shown, and the summary says which
         # What is wrong is said by `write`.
         with suppress(ImportError, OSError, ValueError):
             self._page()
