@@ -22,6 +22,7 @@ from typing import Any
 
 from scripts.bench.around_training.base import shape_of, write_config
 from scripts.bench.harness.rows import append_rows, checkout_commit
+from tlora_megatron.config.job import ScheduleSpec
 
 SWEEP = Path(__file__).parents[1] / "configs" / "quickstart_sweep.yaml"
 GRID = (
@@ -100,6 +101,8 @@ def compare(folder: Path, seed: int, steps: int, keep: float) -> dict[str, Any]:
     places = [row["trial"] for row in whole["ranking"]]
     tokens = [sum(row["tokens"] for row in found["ranking"]) for found in (halved, whole)]
     best = halved["best"]
+    config = json.loads((folder / f"halved{seed}" / "config.json").read_text())
+    schedule = ScheduleSpec(**config["jobs"][0]["schedule"])
     return {
         "commit": checkout_commit(),
         "device": "cpu",
@@ -107,6 +110,7 @@ def compare(folder: Path, seed: int, steps: int, keep: float) -> dict[str, Any]:
         "trials": len(places),
         "steps": steps,
         "keep": keep,
+        "warmup_steps": schedule.num_warmup_steps(steps),
         "steps_saved": f"{halved['steps_saved']:.3f}",
         "tokens_saved": f"{1 - tokens[0] / tokens[1]:.3f}",
         "best": best["trial"],
