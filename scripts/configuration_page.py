@@ -16,6 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tlora_megatron.config.job import HF_TARGETS, JobSpec
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunSpec
+from tlora_megatron.config.sweep import SweepSpec
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 
@@ -73,6 +74,11 @@ _SECTIONS: tuple[tuple[str, type, str], ...] = (
         "A list. Each job has exactly one of `max_steps` and `epochs`. The section `defaults` "
         "holds the\nsame keys except `name`, for all jobs that do not say otherwise.",
     ),
+    (
+        "sweep",
+        SweepSpec,
+        "For `tlora sweep` ([sweeps.md](sweeps.md)), beside `job` in the place of `jobs`.",
+    ),
 )
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
@@ -113,7 +119,7 @@ def _type(hint: Any) -> str:
     origin, options = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(f"`{option}`" for option in options)
-    if is_dataclass(hint):
+    if is_dataclass(hint) or hint == dict[str, Any]:
         return "mapping"
     if origin in (Union, types.UnionType):
         return " or ".join(_type(option) for option in options)

@@ -42,6 +42,26 @@ def test_a_job_s_life_and_its_summary(gang: Resident) -> None:
     assert Path(summary["adapter"]).is_dir()
 
 
+def test_a_trial_waits_at_its_rung_and_goes_on_as_if_it_had_not(gang: Resident) -> None:
+    leave = [(400, {"kind": "leave", "job": "trial", "behind_step": 2})]
+    commands = gang.coming(
+        1, "trial", "attention", body={"hold_at": [2]}, portion_tokens=100, max_steps=3
+    )
+    events = gang.run([*commands, *leave])
+    own = [(kind, body.get("step")) for kind, job, body in events if job == "trial"]
+    assert ("stepped", 3) not in own
+    assert own[-1] == ("left", 2)
+    (rung,) = (body for kind, _, body in events if kind == "at_rung")
+    assert rung["step"] == 2
+    evaluated = [body for kind, _, body in events if kind == "evaluated"][-1]
+    assert rung["scores"]["eval_loss"] == evaluated["loss"]
+    gang.run(coming(gang, "trial"))
+    gang.run(coming(gang, "never"))
+    adapters = (gang.job_dir(name) / "adapter" for name in ("trial", "never"))
+    held, free = ((folder / "adapter_model.safetensors").read_bytes() for folder in adapters)
+    assert held == free
+
+
 def test_jobs_are_saved_by_time(gang: Resident) -> None:
     events = gang.run(coming(gang, "timed", checkpoint_every_s=1e-6))
     steps = [body["step"] for kind, job, body in events if (kind, job) == ("saved", "timed")]

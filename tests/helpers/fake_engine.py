@@ -60,6 +60,8 @@ class FakeEngine:
         """Jobs that two gangs trained at once: there must be none."""
         self.hungry: set[str] = set()
         """Jobs that take all memory in their first round beside others."""
+        self.scores: dict[str, float] = {}
+        """The `eval_loss` of trials at rungs, by name; None of others."""
         self.all_gangs: dict[_Key, FakeGang] = {}
         self._speeds = speeds
         self._work = work

@@ -65,6 +65,13 @@ class FakeJob:
     told: int = 0
     """Last step that was told."""
     first_round: bool = False
+    hold_at: tuple[int, ...] = ()
+    is_held: bool = False
+
+    @property
+    def last_step(self) -> int:
+        """The step behind which it waits or ends."""
+        return self.hold_at[0] if self.hold_at else self.work.num_steps
 
     @property
     def step_tokens(self) -> float:
@@ -72,8 +79,9 @@ class FakeJob:
 
     @property
     def left_s(self) -> float:
-        left = (self.work.num_steps - self.step) * self.step_tokens - self.part
-        return max(0.0, left) / self.tokens_per_s if self.tokens_per_s else float("inf")
+        left = (self.last_step - self.step) * self.step_tokens - self.part
+        can = self.tokens_per_s and not self.is_held
+        return max(0.0, left) / self.tokens_per_s if can else float("inf")
 
 
 class FakeGang:
@@ -146,6 +154,7 @@ class FakeGang:
             name=str(command.body.get("name", job)),
             work=self._world.read(command.body),
             lease=int(command.body["lease"]),
+            hold_at=tuple(command.body.get("hold_at", ())),
         )
         self.jobs[job] = own
         self._world.later(self._world.times.prepare_s, self, lambda: self._prepared(job, own))
@@ -211,9 +220,9 @@ class FakeGang:
         self._since = now
 
     def _train(self, own: FakeJob, tokens: float) -> None:
-        own.part += tokens
+        own.part += 0.0 if own.is_held else tokens
         steps = int((own.part + _DONE * own.step_tokens) / own.step_tokens)
-        steps = min(steps, own.work.num_steps - own.step)
+        steps = max(0, min(steps, own.last_step - own.step))
         own.part = max(0.0, own.part - steps * own.step_tokens)
         if self._world.writes:
             for step in range(own.step, own.step + steps):
@@ -254,6 +263,11 @@ class FakeGang:
         if version != self._version:
             return
         self.pass_time()
+        for job, own in self._training().items():
+            if own.hold_at and own.step >= own.last_step and not own.is_held:
+                own.is_held, own.part = True, 0.0
+                scores = {"eval_loss": self._world.scores.get(own.name)}
+                self.tell("at_rung", job, step=own.step, scores=scores)
         over = [job for job, own in self._training().items() if own.step >= own.work.num_steps]
         for job in over:
             own = self.jobs.pop(job)

@@ -2,10 +2,11 @@
 
 `train_worker.py CASES.json` with `[{"config": PATH, "output_dir": DIR, "set": [...]}]`; a case may
 have `"stop": [JOB, STEP]`, `"kill": [MOMENT, COUNT]`, `"signal": [NUMBER, RANK, COUNT]` or
-`"report": true` (no run writes a report unless a case asks for one). Stopped is an error raised in
-the loop, after which the next case runs; killed is SIGKILL; signalled is one process at its COUNTth
-step of a job, by which all must stop. In one process cases of which any is killed run in forks, and
-a kill ends that alone; under torchrun it ends everything, so it stands last.
+`"report": true` (no run writes a report unless a case asks for one), and `"sweep": true` for the
+file of a sweep. Stopped is an error raised in the loop, after which the next case runs; killed is
+SIGKILL; signalled is one process at its COUNTth step of a job, by which all must stop. In one
+process cases of which any is killed run in forks, and a kill ends that alone; under torchrun it
+ends everything, so it stands last.
 
 Each life of a run adds the steps its jobs started at to `DIR/starts.jsonl`, and at its end leaves
 `DIR/events.json`: `[{"round": N, "name": JOB, "step": N} | {"round": N, "name": JOB,
@@ -29,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.helpers.lean import draw_no_reports, keep_imports_from_collector
-from tlora_megatron.config.load import load_config
+from tlora_megatron.config.load import load_config, load_sweep
 from tlora_megatron.runtime.controller import train_run
 from tlora_megatron.training.formats import atomic_directory, checkpoint
 from tlora_megatron.training.job_state import JobState
@@ -137,7 +138,8 @@ def _run(case: dict[str, Any]) -> None:
     number, rank, count = case.get("signal") or (0, 0, 0)
     if number and rank == int(os.environ.get("RANK", "0")):
         on_step = at(count, number)
-    config = load_config(case["config"], case["set"], case["output_dir"])
+    load = load_sweep if case.get("sweep") else load_config
+    config = load(case["config"], case["set"], case["output_dir"])
     recorder = Recorder(output_dir, stop=stop, on_step=on_step)
     signals = StopSignals(speaks=False)
     with signals.install():

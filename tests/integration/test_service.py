@@ -62,6 +62,33 @@ def run_of(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"base_model": BASE, "jobs": jobs}
 
 
+def trial(name: str, lr: float) -> dict[str, Any]:
+    """A trial of `sweep_beside` as a job of its own."""
+    own = job("rates", 8)
+    data = own["data"] | {"eval": str(QUICKSTART / "data" / "ordered_eval.jsonl")}
+    return own | {"name": name, "data": data, "optimizer": {"lr": lr}}
+
+
+def sweep_beside(service: Served, folder: Path, tlora: Tlora) -> dict[str, dict[str, Any]]:
+    """Runs a sweep beside the long job; returns the trial that finishes, by its name."""
+    file = folder / "sweep.yaml"
+    sweep = {"over": {"optimizer.lr": [1e-5, 5e-3, 1e-4]}, "stop": {"keep": 0.3, "at": [0.5]}}
+    document = {"base_model": BASE, "job": trial("rates", 1e-3), "sweep": sweep}
+    file.write_text(json.dumps(document))
+    assert "rates: 3 trials" in tlora("sweep", file, "--service", service.home.root)
+
+    def trials() -> list[dict[str, Any]]:
+        return list(tlora.json("jobs", "--group", "rates")["ranking"])
+
+    over = ("finished", "cancelled", "failed")
+    service.wait_until(lambda: all(row["status"] in over for row in trials()), "end of the sweep")
+    rows = trials()
+    assert [row["status"] for row in rows] == ["finished", "cancelled", "cancelled"]
+    assert all(row["reason"].startswith("stopped at step 4: ") for row in rows[1:])
+    assert "1 of 1 rungs decided; best rates-1 (optimizer.lr 0.005" in tlora("jobs", "--group")
+    return {rows[0]["trial"]: rows[0]}
+
+
 def listed(tlora: Tlora) -> dict[str, dict[str, Any]]:
     return {job["name"]: job for job in tlora.json("jobs", "--all")["jobs"]}
 
@@ -120,11 +147,23 @@ def test_a_service_from_its_start_to_its_end(
     assert len(list(service.home.gangs.iterdir())) == 1, "all were in one super-model"
     copy = copied(service.home, tmp_path / "copy")
 
+    trials = sweep_beside(service, tmp_path, tlora)
+
     tlora("cancel", "long")
     service.wait_until(lambda: listed(tlora)["long"]["state"] == "cancelled", "cancelling")
 
     ids = {name: rows[name]["id"] for name in SHORT}
     trained_alone(service, ids, tmp_path / "alone")
+    (best,) = trials
+    tlora("adapters", "rates", "--best", "--out", tmp_path / "best")
+    portion = portion_of(service, trials[best]["job"])
+    alone = trial(best, trials[best]["settings"]["optimizer.lr"]) | {"portion_tokens": portion}
+    run = {"output_dir": str(tmp_path / "trial"), "tensorboard": False}
+    controller.train_run(read_config(run_of([alone]) | {"run": run}, tmp_path))
+    mine = tmp_path / "trial" / "jobs" / best / "adapter"
+    adapters = (tmp_path / "best", mine)
+    assert len({digest(path / "adapter_model.safetensors") for path in adapters}) == 1
+
     for name in SHORT:
         out = tmp_path / f"{name}-adapter"
         tlora("adapters", name, "--out", out)

@@ -42,7 +42,7 @@ VARIABLES = (
 logger = logging.getLogger(__name__)
 
 _COMMANDS = {
-    **{name: name for name in ("train", "inspect", "data", "convert", "plan")},
+    **{name: name for name in ("train", "sweep", "inspect", "data", "convert", "plan")},
     **{name: name for name in ("profile", "simulate")},
     "doctor": "doctor",
     "serve": "service.serve",

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from rich.table import Table
 from tlora_megatron.config.job import JobSpec
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.config.schema import RunConfig
+from tlora_megatron.config.sweep import settings_text
 from tlora_megatron.model.config_json import read_model_spec
 from tlora_megatron.model.layout import Deployment
 from tlora_megatron.model.quantisation import base_quantisation, read_published_format
@@ -111,6 +112,57 @@ def print_run(console: Console, summary: dict[str, Any], output_dir: str) -> Non
         console.print(f"report: {report}")
     if sentence := summary.get("run", {}).get("stop_sentence"):
         console.print(sentence, style="bold")
+
+
+def sweep_table(results: dict[str, Any]) -> Table:
+    """The trials of a sweep, the best first."""
+    ranking, metric = results["ranking"], results["metric"]
+    keys = list(dict.fromkeys(key for row in ranking for key in row["settings"]))
+    table = make_table("", "trial", *keys, metric, "steps", "end", words=("trial", "end"))
+    for place, row in enumerate(ranking, start=1):
+        table.add_row(
+            str(place),
+            row["trial"],
+            *(settings_text({"": row["settings"].get(key)}).strip() for key in keys),
+            "-" if row["value"] is None else _RESULTS["eval_loss"].format(row["value"]),
+            f"{row['steps']}/{row['max_steps']}",
+            row["reason"] or row["status"],
+            style="red" if row["status"] in ("failed", "rejected") else "",
+        )
+    return table
+
+
+def print_sweep(console: Console, summary: dict[str, Any], output_dir: str) -> None:
+    """Prints from `summary.json` a sweep's trials, the best first, and what it has saved."""
+    results = summary["sweep"]
+    best, metric = results["best"], results["metric"]
+    console.print(sweep_table(results), soft_wrap=False)
+    _print_speed(console, summary.get("run", {}))
+    if results["steps_saved"]:
+        console.print(f"{results['steps_saved']:.0%} of all trials' steps were not needed")
+    if best is not None:
+        told = f"{settings_text(best['settings'])}, {metric} {best['value']:.4g}"
+        console.print(f"best: {best['trial']} ({told}): {best['adapter']}", style="bold")
+    for file in ("sweep.csv", "report.html"):
+        if (Path(output_dir) / file).is_file():
+            console.print(f"written: {Path(output_dir) / file}")
+    if sentence := summary.get("run", {}).get("stop_sentence"):
+        console.print(sentence, style="bold")
+
+
+def sweep_line(shown: Mapping[str, Any]) -> str:
+    """A sweep in a line: `math: 24 trials: 4 running, 20 cancelled; rung 2 of 2; best math-07`."""
+    states = ", ".join(f"{count} {state}" for state, count in shown["states"].items())
+    parts = [f"{shown['name']}: {sum(shown['states'].values())} trials: {states}"]
+    if shown["rungs"]:
+        made = sum(rung["kept"] is not None for rung in shown["rungs"])
+        parts.append(f"{made} of {len(shown['rungs'])} rungs decided")
+    first = shown["best"] or next(iter(shown["ranking"]), None)
+    if first is not None and first["value"] is not None:
+        told = f"{shown['metric']} {first['value']:.4g}"
+        word = "best" if shown["best"] else "first so far"
+        parts.append(f"{word} {first['trial']} ({settings_text(first['settings'])}, {told})")
+    return "; ".join(parts)
 
 
 def print_config(console: Console, config: RunConfig) -> None:

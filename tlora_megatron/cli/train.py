@@ -24,7 +24,7 @@ from tlora_megatron.cli.planner_options import (
     check_plan_arguments,
     planned_overrides,
 )
-from tlora_megatron.cli.tables import global_rank, open_console, print_run
+from tlora_megatron.cli.tables import global_rank, open_console, print_run, print_sweep
 from tlora_megatron.config.load import ignored_settings, load_config
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.integrations.megatron import imports
@@ -119,7 +119,9 @@ class RichProgress:
         elif kind == "stepped":
             self._show_step(job, body["step"], body["loss"], body["lr"])
         elif kind == "left" and job in self._jobs:
-            self._print(f"{job}: is saved at step {body['step']} and leaves: cancelled")
+            self._jobs[job].max_steps = self._jobs[job].step
+            cancelled = f"is saved at step {body['step']} and leaves: cancelled"
+            self._print(f"{job}: {body.get('reason', cancelled)}")
         elif kind == "note":
             self._print(f"{job}: {body['message']}")
 
@@ -269,7 +271,7 @@ def add_parser(commands: Any) -> None:
     add_config_arguments(parser)
     parser.add_argument(
         "--nproc",
-        type=_positive,
+        type=positive,
         metavar="N",
         help="start N processes on this machine; has no effect under torchrun",
     )
@@ -288,7 +290,12 @@ def run(args: argparse.Namespace) -> int:
         asked = load_config(args.config, args.overrides, args.output_dir, settle=False)
         args.overrides = [*args.overrides, *planned_overrides(args, asked)]
     # Here even when other processes are going to train: a mistake then costs no start of N ranks.
-    config, notes = with_live_changes(load_config(args.config, args.overrides, args.output_dir))
+    return train_config(args, load_config(args.config, args.overrides, args.output_dir))
+
+
+def train_config(args: argparse.Namespace, config: RunConfig) -> int:
+    """Trains a configuration that `train` or `sweep` has read, and prints the results."""
+    config, notes = with_live_changes(config)
     # What needs neither torch nor other processes: the disk's reading, the kernels.
     if config.base_model.path is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         read_ahead(Path(config.base_model.path))
@@ -308,7 +315,8 @@ def run(args: argparse.Namespace) -> int:
             if args.json:
                 print(json.dumps(summary, indent=2))
             else:
-                print_run(open_console(), summary, config.run.output_dir)
+                show = print_run if config.sweep is None else print_sweep
+                show(open_console(), summary, config.run.output_dir)
     return run_exit_code(summary, signals)
 
 
@@ -322,7 +330,8 @@ def run_exit_code(summary: dict[str, Any], signals: StopSignals) -> int:
 
 def _launch(args: argparse.Namespace, config: RunConfig) -> int:
     lay_out_world(config.parallel, args.nproc)
-    argv = ["train", args.config, *(f"--set={override}" for override in args.overrides)]
+    verb = "train" if config.sweep is None else "sweep"
+    argv = [verb, args.config, *(f"--set={override}" for override in args.overrides)]
     if args.output_dir is not None:
         argv.append(f"--output-dir={args.output_dir}")
     if args.json:
@@ -365,7 +374,8 @@ def _print_warnings(config: RunConfig, notes: Sequence[str]) -> None:
         console.print(f"warning: job {error.name} is left out: {error.message}", style="yellow")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The positive integer that an option is given."""
     # argparse would put the name of this function in the place of int's own error.
     if not text.strip().lstrip("+").isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")

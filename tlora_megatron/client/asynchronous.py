@@ -166,6 +166,20 @@ class AsyncClient:
             await asyncio.to_thread(values.unpack, Path(file.name), folder)
         return folder
 
+    async def submit_sweep(
+        self, document: Mapping[str, Any], *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Submits the trials of a sweep, as `tlora sweep` reads it; returns how it stands."""
+        return await self._send(calls.submit_sweep(document, key))
+
+    async def sweep(self, name: str) -> dict[str, Any]:
+        """How a sweep of an id or a name stands: its rungs, and its trials, the best first."""
+        return await self._send(calls.view(f"sweeps/{calls.quoted(name)}"))
+
+    async def sweeps(self) -> list[dict[str, Any]]:
+        """All sweeps, the newest first."""
+        return list((await self._send(calls.view("sweeps")))["sweeps"])
+
     async def cluster(self) -> dict[str, Any]:
         """Machines and GPUs, and what holds them."""
         return await self._send(calls.view("cluster"))

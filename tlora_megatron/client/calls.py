@@ -261,6 +261,12 @@ def submit(document: Mapping[str, Any] | str, key: str | None) -> Call[Submitted
     return Call("POST", "/v1/jobs", _submitted, headers=headers, json=values, content=content)
 
 
+def submit_sweep(document: Mapping[str, Any], key: str | None) -> Call[dict[str, Any]]:
+    """Submits the trials of a sweep."""
+    headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+    return Call("POST", "/v1/sweeps", _object, headers=headers, json=dict(document))
+
+
 def page(
     states: Sequence[str] | None,
     after: str | None,
@@ -299,7 +305,7 @@ def act(action: Action, jobs: Sequence[str]) -> Call[Acted[Job]]:
 
 
 def view(name: str, params: Params | None = None) -> Call[dict[str, Any]]:
-    return Call("GET", f"/v1/{name}", lambda answer: dict(answer.json()), params or {})
+    return Call("GET", f"/v1/{name}", _object, params or {})
 
 
 def metrics(name: str, tail: int) -> Call[list[dict[str, Any]]]:
@@ -331,9 +337,18 @@ def file_id(answer: httpx.Response) -> str | None:
 
 def _path(name: str, *more: str) -> str:
     """A job's path. A name that is a step of paths would be walked, not asked for."""
+    return "/".join(["/v1/jobs", quoted(name), *more])
+
+
+def quoted(name: str) -> str:
+    """The name of a job or a sweep as a step of a path."""
     if name in ("", ".", ".."):
         raise ValueError(f"a job must be named by its id or name, got {name!r}")
-    return "/".join(["/v1/jobs", quote(name, safe=""), *more])
+    return quote(name, safe="")
+
+
+def _object(answer: httpx.Response) -> dict[str, Any]:
+    return dict(answer.json())
 
 
 def _submitted(answer: httpx.Response) -> Submitted:

@@ -183,6 +183,20 @@ class Client:
             values.unpack(Path(file.name), folder)
         return folder
 
+    def submit_sweep(
+        self, document: Mapping[str, Any], *, key: str | None = None
+    ) -> dict[str, Any]:
+        """Submits the trials of a sweep, as `tlora sweep` reads it; returns how it stands."""
+        return self._send(calls.submit_sweep(document, key))
+
+    def sweep(self, name: str) -> dict[str, Any]:
+        """How a sweep of an id or a name stands: its rungs, and its trials, the best first."""
+        return self._send(calls.view(f"sweeps/{calls.quoted(name)}"))
+
+    def sweeps(self) -> list[dict[str, Any]]:
+        """All sweeps, the newest first."""
+        return list((self._send(calls.view("sweeps")))["sweeps"])
+
     def cluster(self) -> dict[str, Any]:
         """Machines and GPUs, and what holds them."""
         return self._send(calls.view("cluster"))

@@ -17,9 +17,11 @@ from tlora_megatron.config.parallel_rules import (
     check_stages,
     settle_deterministic,
     settle_replicas,
+    with_portions,
 )
 from tlora_megatron.config.reader import ConfigError, must, read_spec, unknown
 from tlora_megatron.config.rules import KNOWN_TARGETS, resolve
+from tlora_megatron.config.rungs import rung_steps
 from tlora_megatron.config.schema import BaseModelSpec, ParallelSpec, RunConfig, RunSpec
 from tlora_megatron.config.sections import (
     expand_short_form,
@@ -30,6 +32,7 @@ from tlora_megatron.config.sections import (
     read_jobs,
     short_form,
 )
+from tlora_megatron.config.sweep import Sweep, read_sweep
 
 SECTIONS = ("base_model", "parallel", "run", "defaults", "jobs")
 
@@ -63,6 +66,50 @@ def load_config(
         settle=settle,
         files_may_be_missing=files_may_be_missing,
     )
+
+
+def load_sweep(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    output_dir: str | None = None,
+    *,
+    files_may_be_missing: bool = False,
+) -> RunConfig:
+    """Reads and checks the file of a sweep, as `load_config` does one with `jobs`: its trials.
+
+    Jobs have portions in any case: no choice is to depend on who trains beside a trial.
+    """
+    path = Path(path)
+    document = read_document(path, overrides=overrides)
+    sweep, document = split_sweep(document)
+    config = read_config(
+        document,
+        path.resolve().parent,
+        output_dir=output_dir,
+        files_may_be_missing=files_may_be_missing,
+    )
+    return replace(with_portions(config), sweep=sweep)
+
+
+def split_sweep(document: Mapping[str, Any]) -> tuple[Sweep, dict[str, Any]]:
+    """Reads the document of a sweep; returns it, and a document with its trials as `jobs`.
+
+    Raises:
+        ConfigError: for a mistake of the sweep's own, or a rung that falls on no step of its own.
+    """
+    known = ("base_model", "parallel", "run", "job", "sweep")
+    for key in document:
+        if key not in known:
+            raise unknown("", key, known)
+    if "sweep" not in document:
+        raise ConfigError("sweep must be given: what is tried; without it there are jobs to train")
+    sweep, jobs = read_sweep(document["sweep"], document.get("job"))
+    at = () if sweep.spec.stop is None else sweep.spec.stop.at
+    for job in jobs:
+        if isinstance(job.get("max_steps"), int):
+            rung_steps(at, job["max_steps"], job["name"])
+    rest = {key: value for key, value in document.items() if key not in ("sweep", "job")}
+    return sweep, {**rest, "jobs": jobs}
 
 
 def read_config(
@@ -198,6 +245,8 @@ def _read_sections(
     base_model: BaseModelSpec | None = None,
 ) -> tuple[BaseModelSpec, ParallelSpec, RunSpec]:
     """Reads the sections of a run, and refuses any that is not known."""
+    if "sweep" in document:
+        raise ConfigError("sweep is not a known key here; `tlora sweep FILE` trains its trials")
     for key in document:
         if key not in known:
             raise unknown("", key, known)

@@ -229,15 +229,21 @@ def settle_deterministic(config: RunConfig) -> RunConfig:
             why = "sums over more ranks depend on a row's place"
             rule = f"be at most {MOST_TP} with run.deterministic: {why}"
             raise must("parallel.tp_size", rule, layout.tp_size, "take pp_size, or recompute")
-    least = min((spec.micro_batch_tokens or 0 for spec in parallel.replicas or ()), default=0)
-    tokens = least or run.micro_batch_tokens
+    if parallel.most_tp > 1:
+        parallel = replace(parallel, lora_sharding=_exact_sharding(parallel))
+    return with_portions(replace(config, parallel=parallel))
+
+
+def with_portions(config: RunConfig) -> RunConfig:
+    """Returns the configuration with portions for the jobs that have none."""
+    replicas = config.parallel.replicas or ()
+    least = min((spec.micro_batch_tokens or 0 for spec in replicas), default=0)
+    tokens = least or config.run.micro_batch_tokens
     jobs = tuple(
         replace(job, portion_tokens=job.portion_tokens or _portion(job, tokens))
         for job in config.jobs
     )
-    if parallel.most_tp > 1:
-        parallel = replace(parallel, lora_sharding=_exact_sharding(parallel))
-    return replace(config, parallel=parallel, jobs=jobs)
+    return replace(config, jobs=jobs)
 
 
 def exact_shardings(sequence_parallel: bool) -> tuple[Literal["fold", "s_lora"], ...]:

@@ -203,7 +203,16 @@ def _read_float(raw: Any, path: str) -> float:
     return float(raw)
 
 
-_SCALARS = {str: _read_str, bool: _read_bool, int: _read_int, float: _read_float}
+def _read_mapping(raw: Any, path: str) -> dict[str, Any]:
+    if not isinstance(raw, dict):
+        raise must(path, "be a mapping", raw)
+    return raw
+
+
+_SCALARS = {
+    **{str: _read_str, bool: _read_bool, int: _read_int, float: _read_float},
+    dict[str, Any]: _read_mapping,
+}
 
 
 def _join(path: str, key: Any) -> str:

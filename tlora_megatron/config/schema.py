@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlora_megatron.config.job import JobSpec, rule
+from tlora_megatron.config.sweep import Sweep
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
@@ -292,6 +293,8 @@ class RunConfig:
     jobs: tuple[JobSpec, ...]
     job_errors: tuple[JobError, ...] = ()
     """Jobs left out under `run.on_job_error: skip`."""
+    sweep: Sweep | None = None
+    """Whose trials the jobs are; None = they are no trials."""
 
     @property
     def longest_sequence(self) -> int:

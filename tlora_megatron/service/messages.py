@@ -39,6 +39,7 @@ EventKind = Literal[
     "joined",
     "stepped",
     "evaluated",
+    "at_rung",
     "saved",
     "not_saved",
     "left",
@@ -57,6 +58,8 @@ prepared, refused: a job can join, or cannot and why (`{"error": str}`); prepare
 joined: `{"round": int, "from_step": int, "stall_s": float}`; stall_s is what neighbours waited.
 stepped: `{"step": int, "loss": float, "lr": float, "tokens": int}`; some may be left out.
 evaluated: `{"step": int, "loss": float, "exact_match": float}`.
+at_rung: a job has been evaluated behind a step of `JobOrder.hold_at`, and steps no further:
+  `{"step": int, "scores": {metric: float}}`.
 saved, not_saved: `{"step": int}`, with `{"error": str}` where the disk refused.
 left: a job is out and, where asked, saved; `{"step": int}`.
 ended: a job took its last step or failed by itself;
@@ -151,6 +154,8 @@ class JobOrder(Message):
     """0 = by time only."""
     saves_soon: bool = False
     """Its last gang died: it is saved soon after it has joined, then less and less often."""
+    hold_at: tuple[int, ...] = ()
+    """Steps, ascending, behind the first of which it is evaluated and makes no further one."""
 
 
 logger = logging.getLogger(__name__)

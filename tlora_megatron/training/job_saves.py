@@ -218,10 +218,11 @@ class JobSaves:
         finally:
             self.files.close_all()
 
-    def end_left(self, job: JobState, *, lost: bool) -> None:
+    def end_left(self, job: JobState, why: str | None, *, lost: bool) -> None:
         """Closes a job that has left; reports it as `left` once what was saved is on the disk."""
         self._close(job)
-        facts = {"step": job.step} | ({"lost": True} if lost else {})
+        facts: dict[str, Any] = {"step": job.step, **({"lost": True} if lost else {})}
+        facts |= {} if why is None else {"reason": why}
         answers = partial(self.files.before_checkpoint, job.name)
         left = partial(self._reports.emit, "left", job.name, facts)
         self.saver.submit(answers, left, job=job.name)

@@ -82,6 +82,9 @@ class JobState:
     """A step and its batch, if that was made ahead."""
     is_held: bool = False
     """Begins no batch for now, though it is active and keeps its slot."""
+    hold_at: tuple[int, ...] = ()
+    """Steps, ascending, behind which it is evaluated, saved and held: the rungs of a sweep that are
+    open to it."""
     reference: Reference | None = None
     """Of a job of pairs; None = they are not scored yet."""
     nll_T: Tensor | None = None
@@ -105,7 +108,13 @@ class JobState:
     def is_eval_due(self) -> bool:
         """True if it is to be evaluated behind the step that it has just made."""
         every = self.spec.eval_every_steps
-        return self.is_done or (every is not None and self.step % every == 0)
+        by_step = every is not None and self.step % every == 0
+        return self.is_done or self.is_at_rung or by_step
+
+    @property
+    def is_at_rung(self) -> bool:
+        """True if it has come to the next step at which it is to be held."""
+        return bool(self.hold_at) and self.step >= self.hold_at[0]
 
     @property
     def lacks_reference(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.metrics import EventSink, Reports
 from tlora_megatron.training.nano.rounds import NanoRounds
 from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.rungs import Rungs, scores_of
 from tlora_megatron.training.signals import stop_sentence
 from tlora_megatron.training.super_model import StepReport, SuperModel
 
@@ -35,6 +36,7 @@ class Loop:
             whose packing is not its own; else always. One that ends has a summary of its own and
             is forgotten behind it; else `jobs` keeps it, for the summary of the run.
         nano_rounds: chooses the number of nano-batches; None = it stays as it is.
+        rungs: where the jobs wait for each other, as trials of a sweep; None = they do not.
     """
 
     def __init__(
@@ -48,12 +50,14 @@ class Loop:
         is_live: bool = False,
         nano_rounds: NanoRounds | None = None,
         watch: RunWatch | None = None,
+        rungs: Rungs | None = None,
     ) -> None:
         self.super_model = super_model
         self.backbone = backbone
         self.settings = run
         self.files = files
         self.nano_rounds = nano_rounds
+        self.rungs = rungs
         self.watch = watch or RunWatch()
         self.output_dir = Path(run.output_dir)
         self.jobs = super_model.jobs
@@ -135,7 +139,10 @@ class Loop:
         if self.jobs:
             jobs = {job.name: [job.step, job.plan.num_steps] for job in self.jobs}
             self.reports.emit("begun", None, {"jobs": jobs})
-        self._begin(self.jobs)
+        if self.rungs is not None:
+            self._let_go(self.rungs.begin(self.jobs))
+        self._begin(self.active)
+        self._pass_rungs()
         self._has_started = True
 
     def join(self, staged: StagedJob) -> None:
@@ -170,13 +177,36 @@ class Loop:
             return False
         if save and job.step > self.files.saved_step[name]:
             self.saves.save([job])
-        self.super_model.set_jobs([other for other in self.super_model.jobs if other is not job])
-        if not self._is_live:
-            job.status, job.reason = "cancelled", f"cancelled at step {job.step}"
-        self._forget(job)
-        self._note_jobs()
-        self.saves.end_left(job, lost=lost)
+        self._let_go({job.name: None}, lost=lost)
+        self._pass_rungs()
         return True
+
+    def _let_go(self, names: Mapping[str, str | None], *, lost: bool = False) -> None:
+        """Takes saved jobs out of the rounds; by name, why a sweep stops each, None = cancelled."""
+        leaving = [job for job in self.active if job.name in names]
+        if not leaving:
+            return
+        present = self.super_model.jobs
+        self.super_model.set_jobs(
+            [job for job in present if not (job.is_active and job.name in names)]
+        )
+        for job in leaving:
+            if not self._is_live:
+                job.status = "cancelled"
+                job.reason = names[job.name] or f"cancelled at step {job.step}"
+            self._forget(job)
+        self._note_jobs()
+        for job in leaving:
+            self.saves.end_left(job, names[job.name], lost=lost)
+
+    def _pass_rungs(self) -> None:
+        """Holds trials at a rung until nobody is missing; then the best go on, the others leave."""
+        if self.rungs is None:
+            return
+        for decision in self.rungs.settle(self.active):
+            self._let_go(decision.stopped)
+        if (news := self.rungs.take_news()) is not None:
+            self.saver.submit(partial(self.rungs.write, news))
 
     def step(self, run_round: Callable[[], list[StepReport]] | None = None) -> list[StepReport]:
         """Runs one round and what is due behind it.
@@ -235,6 +265,10 @@ class Loop:
                 self._note_evaluation(job, result)
             if job.is_done:
                 self._retire([job])
+            elif job.is_at_rung and result is not None:
+                job.is_held = True  # until somebody lets it leave
+                at = {"step": job.step, "scores": scores_of(result)}
+                self.reports.emit("at_rung", job.name, at)
 
     def evaluate_active(self) -> None:
         """Evaluates the jobs that still train, beside what is due by their own steps."""
@@ -260,7 +294,11 @@ class Loop:
         self._fail_unmoved(done)
         begun = [job for job in jobs if job.is_active]
         self._evaluate(
-            [j for j in begun if j.eval_before is None or j.is_done or j.lacks_reference]
+            [
+                job
+                for job in begun
+                if job.eval_before is None or job.is_done or job.is_at_rung or job.lacks_reference
+            ]
         )
         for job in begun:
             if job.is_done:
@@ -282,8 +320,12 @@ class Loop:
         self._fail_unmoved(ended)
         active = [job for job in stepped if job.is_active]
         self._evaluate([job for job in active if job.is_eval_due])
-        self.saves.save([job for job in active if job.is_done or self.saves.is_due(job)])
+        self.saves.save(
+            [job for job in active if job.is_done or job.is_at_rung or self.saves.is_due(job)]
+        )
         self._retire(ended)
+        if reports:
+            self._pass_rungs()
         self.saver.report()
         done = {"rounds": self.rounds, "tokens_per_s": self.tokens_per_s}
         self.reports.emit("progress", None, done)

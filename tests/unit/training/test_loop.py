@@ -39,7 +39,8 @@ def loop_over(job: SimpleNamespace, kinds: Kinds, watch: RunWatch | None = None)
 def running_job() -> SimpleNamespace:
     return SimpleNamespace(
         name="a", step=0, is_active=True, is_done=False, is_held=False, eval_before=1.0,
-        lacks_reference=False, data=SimpleNamespace(eval=()), plan=SimpleNamespace(num_steps=2),
+        is_at_rung=False, lacks_reference=False, data=SimpleNamespace(eval=()),
+        plan=SimpleNamespace(num_steps=2),
     )  # fmt: skip
 
 

@@ -57,7 +57,7 @@ _CHOSEN = {
     "rm": OVER,
 }
 """States of the jobs that are chosen where `--state` names none."""
-_CHOICES = ("all", "states", "tenant", "pattern", "older_than")
+_CHOICES = ("all", "states", "tenant", "pattern", "older_than", "group")
 _MOST_LINES = 20
 
 
@@ -81,6 +81,7 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(
             "--older-than", metavar="AGE", help="only jobs that ended, or came, before: 30d, 12h"
         )
+        parser.add_argument("--group", metavar="SWEEP", help="only the trials of this sweep")
         if command == "rm":
             parser.add_argument(
                 "--checkpoints-only",
@@ -101,7 +102,7 @@ def run(command: str, args: argparse.Namespace) -> int:
     """Does it to each job by itself; raises `ConfigError` at the end for those that refused."""
     is_choice = any(getattr(args, name) for name in _CHOICES)
     if is_choice == bool(args.names):
-        rule = "be given, or be chosen by --state, --tenant, --name, --older-than or --all"
+        rule = "be given, or be chosen by --state, --tenant, --name, --older-than, --group or --all"
         raise must("NAME...", rule, "both" if is_choice else "neither")
     with reach_service(args) as service:
         jobs: Sequence[JobRow] = find_jobs(service, args.names)
@@ -132,6 +133,9 @@ def _chosen(service: Service, command: str, args: argparse.Namespace) -> list[Jo
         for job in service.all(states, args.tenant)
         if fnmatchcase(job.name, args.pattern or "*")
     ]
+    if args.group is not None:
+        trials = {row["job"] for row in service.sweep(args.group)["ranking"]}
+        found = [job for job in found if job.id in trials]
     if args.older_than is None:
         return found
     before = time.time() - read_age_s(args.older_than, "--older-than")
@@ -175,6 +179,9 @@ def add_adapters_parser(commands: Any) -> None:
     )
     parser.add_argument("name", metavar="NAME", help="name or id of a finished job")
     parser.add_argument(
+        "--best", action="store_true", help="NAME is a sweep: copy that of its best trial"
+    )
+    parser.add_argument(
         "--out", required=True, metavar="DIR", help="folder to make; one that exists is refused"
     )
     add_reach_argument(parser)
@@ -188,7 +195,7 @@ def run_adapters(args: argparse.Namespace) -> int:
     if not out.absolute().parent.is_dir():
         raise must("--out", "lie in a folder that exists", str(out))
     with reach_service(args) as service:
-        (job,) = find_jobs(service, [args.name])
+        (job,) = find_jobs(service, [_best(service, args.name) if args.best else args.name])
         if job.state != "finished":
             steps = f"{job.state} at step {job.step}"
             remedy = "" if job.state.is_over else f"wait for it with: tlora logs -f {job.name}"
@@ -196,6 +203,14 @@ def run_adapters(args: argparse.Namespace) -> int:
         service.fetch_adapter(job, out)
     open_console().print(f"adapter of {job.name} ({job.id}): {out}")
     return 0
+
+
+def _best(service: Service, name: str) -> str:
+    """The id of the best trial of a sweep; refuses one of which none has finished."""
+    found = service.sweep(name)
+    if found["best"] is None:
+        raise must(f"sweep {name}", "have a trial that has finished", found["states"])
+    return str(found["best"]["job"])
 
 
 _FOR_PROGRAMS = ("granted", "released")

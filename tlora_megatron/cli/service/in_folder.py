@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tlora_megatron.cli.tables import open_console, refuse_duplicates
+from tlora_megatron.config.documents import read_document
 from tlora_megatron.config.job_rows import Acted, Action, JobState, is_address
+from tlora_megatron.config.load import split_sweep
 from tlora_megatron.config.reader import ConfigError, must
 from tlora_megatron.service import home as homes
 
 if TYPE_CHECKING:
     from tlora_megatron.client import Job as ClientJob
     from tlora_megatron.service.prepare.submission import Submission
-    from tlora_megatron.service.store import Job, Store
+    from tlora_megatron.service.store import Job, NewJob, Store
 
 ADAPTER = "adapter"
 ONE_BY_ONE = "submit the files one by one, each with its own --set name=NAME"
@@ -57,20 +59,35 @@ class FolderService:
 
     def submit(self, files: Sequence[str], overrides: Sequence[str], key: str) -> Accepted:
         """Submits all jobs of all files, or none."""
-        from tlora_megatron.service.store import NewJob
-
-        new = [
-            NewJob(
-                name=item.name,
-                document=item.row(),
-                base=item.base_key,
-                key=f"{key}/{item.name}",
-                schedule=asdict(item.job_spec().service),
-            )
-            for item in _read(files, overrides)
-        ]
-        jobs = self.store.jobs.submit(new)
+        jobs = self.store.jobs.submit(_new_jobs(_read(files, overrides), key))
         return Accepted(jobs, frozenset(job.id for job in jobs if job.is_new))
+
+    def submit_sweep(self, path: str, overrides: Sequence[str], key: str) -> dict[str, Any]:
+        """Submits all trials of a sweep's file, or none; returns how it stands."""
+        from tlora_megatron.service import sweeps
+        from tlora_megatron.service.prepare.submission import split_submissions
+        from tlora_megatron.service.store import LOCAL
+
+        sweep, jobs = split_sweep(read_document(Path(path), overrides=overrides))
+        found, told = split_submissions(jobs, Path(path).resolve().parent)
+        warn(told)
+        own = sweeps.sweep_id(LOCAL, key)
+        with self.store.transaction():
+            rows = self.store.jobs.submit(_new_jobs(found, key, {"sweep": own}))
+            sweeps.add_sweep(self.store, own, sweep, rows)
+        return self.sweep(own)
+
+    def sweep(self, name: str) -> dict[str, Any]:
+        """How a sweep of an id or a name stands."""
+        from tlora_megatron.service import sweeps
+
+        return sweeps.shown_sweep(sweeps.find_sweep(self.store, name, None), self.home)
+
+    def sweeps(self) -> list[dict[str, Any]]:
+        """How all sweeps stand, the newest first."""
+        from tlora_megatron.service import sweeps
+
+        return [sweeps.shown_sweep(one, self.home) for one in sweeps.sweeps_of(self.store, None)]
 
     def find(self, name: str) -> JobRow:
         """The job of an id, whoever's it is, or of a name among the own ones."""
@@ -132,6 +149,22 @@ class FolderService:
                 f"the adapter of job {job.name} must lie in {folder}, got nothing there"
             )
         _copy(folder, out)
+
+
+def _new_jobs(items: Sequence[Submission], key: str, more: Mapping[str, Any] = {}) -> list[NewJob]:
+    """The jobs of one submit, with more settings of their scheduling."""
+    from tlora_megatron.service.store import NewJob
+
+    return [
+        NewJob(
+            name=item.name,
+            document=item.row(),
+            base=item.base_key,
+            key=f"{key}/{item.name}",
+            schedule={**asdict(item.job_spec().service), **more},
+        )
+        for item in items
+    ]
 
 
 def _read(files: Sequence[str], overrides: Sequence[str]) -> list[Submission]:

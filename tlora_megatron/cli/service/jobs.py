@@ -26,7 +26,7 @@ from tlora_megatron.cli.service.reaching import (
     check_states,
     reach_service,
 )
-from tlora_megatron.cli.tables import make_table, open_console
+from tlora_megatron.cli.tables import make_table, open_console, sweep_line, sweep_table
 from tlora_megatron.config.job_rows import JobState, job_to_dict
 from tlora_megatron.config.reader import must
 
@@ -115,6 +115,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--disk", action="store_true", help="show what jobs have on the disk, the largest first"
     )
+    parser.add_argument(
+        "--group",
+        nargs="?",
+        const="",
+        metavar="SWEEP",
+        help="show sweeps, a line each, or the trials of one, the best first",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_reach_argument(parser)
     parser.set_defaults(command=run)
@@ -126,7 +133,9 @@ def run(args: argparse.Namespace) -> int:
         raise must("--watch", "be given without --json", True, "`tlora logs -f --json` follows")
     with reach_service(args) as service:
         states = _states(args)
-        if args.disk:
+        if args.group is not None:
+            _show_sweeps(service, args)
+        elif args.disk:
             _show_disk(service.disk(states), args)
         elif args.watch:
             _watch(service, states, args)
@@ -141,6 +150,21 @@ def run(args: argparse.Namespace) -> int:
         else:
             open_console().print(_page(service, states, args), soft_wrap=False)
     return 0
+
+
+def _show_sweeps(service: Service, args: argparse.Namespace) -> None:
+    """A line for each sweep; of one that is named, a row for each trial, too."""
+    found = [service.sweep(args.group)] if args.group else service.sweeps()
+    if args.json:
+        print(json.dumps(found[0] if args.group else found, indent=2))
+        return
+    console = open_console()
+    for sweep in found:
+        console.print(sweep_line(sweep))
+    if args.group:
+        console.print(sweep_table(found[0]), soft_wrap=False)
+    elif not found:
+        console.print("no sweeps; `tlora sweep --service` submits one")
 
 
 def _show_disk(found: Iterable[tuple[JobRow, Mapping[str, int]]], args: argparse.Namespace) -> None:

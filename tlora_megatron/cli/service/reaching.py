@@ -24,7 +24,7 @@ from tlora_megatron.cli.service.in_folder import (
 from tlora_megatron.cli.tables import refuse_duplicates
 from tlora_megatron.config.documents import merge, read_document
 from tlora_megatron.config.job_rows import Acted, Action, JobState, is_address
-from tlora_megatron.config.load import SECTIONS
+from tlora_megatron.config.load import SECTIONS, split_sweep
 from tlora_megatron.config.reader import ConfigError, must, nearest, unknown
 from tlora_megatron.config.sections import as_job_list, read_job
 from tlora_megatron.service.home import VARIABLE
@@ -56,6 +56,13 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
         raise must("FILE...", rule, bases, "submit them one by one")
     entries = [entry for document in documents for entry in document["jobs"]]
     refuse_duplicates("FILE...", [str(entry.get("name")) for entry in entries], ONE_BY_ONE)
+    _send_data(entries, upload)
+    found = {key: documents[0][key] for key in documents[0] if key not in ("jobs", "defaults")}
+    return {**found, "jobs": entries}
+
+
+def _send_data(entries: Sequence[dict[str, Any]], upload: Upload) -> None:
+    """Names the uploads of data in the place of files of this host, each sent once."""
     ids: dict[Path, str] = {}
 
     def sent(named: Any) -> Any:
@@ -68,8 +75,6 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
     for entry in entries:
         data = entry.get("data") or {}
         data.update({key: sent(value) for key, value in data.items()})
-    found = {key: documents[0][key] for key in documents[0] if key not in ("jobs", "defaults")}
-    return {**found, "jobs": entries}
 
 
 def _read(path: str, overrides: Sequence[str]) -> dict[str, Any]:
@@ -139,6 +144,21 @@ class HttpService:
         made = self._client.submit(document, key=key)
         warn(made.warnings)
         return Accepted(made.jobs, frozenset(job.id for job in made.jobs if made.is_new))
+
+    def submit_sweep(self, path: str, overrides: Sequence[str], key: str) -> dict[str, Any]:
+        """Uploads the data of a sweep, and submits all of its trials or none."""
+        document = read_document(Path(path), overrides=overrides)
+        split_sweep(document)  # a mistake is told before data are sent
+        job = _entry(document["job"], {}, Path(path).resolve().parent, "job")
+        _send_data([job], self._client.upload)
+        document = {key: document[key] for key in document if key not in ("parallel", "run")}
+        return self._client.submit_sweep(document | {"job": job}, key=key)
+
+    def sweep(self, name: str) -> dict[str, Any]:
+        return self._client.sweep(name)
+
+    def sweeps(self) -> list[dict[str, Any]]:
+        return self._client.sweeps()
 
     def find(self, name: str) -> JobRow:
         from tlora_megatron.client import ServiceError

@@ -31,7 +31,7 @@ from tlora_megatron.service.api.gate import (
     native_format,
     secret_of,
 )
-from tlora_megatron.service.api.native import archives, history, jobs
+from tlora_megatron.service.api.native import archives, history, jobs, sweeps
 from tlora_megatron.service.api.openai import routes as openai
 from tlora_megatron.service.api.page import router as page
 from tlora_megatron.service.api.sampling import routes as sampling
@@ -321,7 +321,7 @@ def make_app(service: Service, hosts: Collection[str] | None = None) -> FastAPI:
     gate.install(app, _FORMATS)
     app.add_middleware(Limits, formats=_FORMATS, know=service.gate.know, hosts=hosts)
     app.add_middleware(Latencies)
-    for room in (jobs, history, archives):
+    for room in (jobs, sweeps, history, archives):
         app.include_router(room.router(service))
     app.include_router(page.docs_router())
     app.include_router(page.router(service))

@@ -249,6 +249,7 @@ async def submit(
     *,
     key: str | None = None,
     asked: Mapping[str, Any] | None = None,
+    schedule: Mapping[str, Any] = {},
     also: Callable[[Sequence[Job]], None] | None = None,
 ) -> Accepted:
     """Submits all jobs of a document, or none.
@@ -257,6 +258,7 @@ async def submit(
         document: a file of `tlora train`, or one job beside its `base_model`; see `References`.
         key: the same key with the same document gives the jobs that it made; None: always new ones.
         asked: what an API wants to remember in the rows' documents.
+        schedule: more settings of the jobs' scheduling.
         also: called with the jobs in their transaction; if it raises there are no jobs.
 
     Raises:
@@ -267,7 +269,7 @@ async def submit(
     if key is not None and (not key.isprintable() or not 0 < len(key.strip()) <= _LONGEST_KEY):
         raise must("Idempotency-Key", f"be 1 to {_LONGEST_KEY} characters of text", key)
     await service.read(service.quota.check_disk, caller.tenant)
-    new, notes = await service.read(_read, service, caller, document, key, asked)
+    new, notes = await service.read(_read, service, caller, document, key, asked, schedule)
     most = caller.limits.jobs
 
     def make() -> list[Job]:
@@ -285,6 +287,7 @@ def _read(
     document: Mapping[str, Any],
     key: str | None,
     asked: Mapping[str, Any] | None,
+    more: Mapping[str, Any],
 ) -> tuple[list[NewJob], tuple[str, ...]]:
     references = References(service.home, service.store, service.bases(), tenant=caller.tenant)
     folder = service.home.tenant(caller.tenant)
@@ -299,7 +302,7 @@ def _read(
     new, most = [], caller.limits.gpus
     base = submissions[0].base_key  # one for all of a document
     for index, entry in enumerate(submissions):
-        schedule = dict(entry.document["service"])
+        schedule = {**entry.document["service"], **more}
         if most is not None and schedule["gpus"] > most:
             what = f"service.gpus of job {entry.name!r}"
             raise must(what, f"be at most your limit, {most}", schedule["gpus"])

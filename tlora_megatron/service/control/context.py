@@ -47,6 +47,8 @@ class Context:
     """Newest report of each job that is not in the store yet."""
     tallies: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
     """How long decisions, joins and starts of gangs took."""
+    unsettled: set[str] = field(default_factory=set)
+    """Sweeps of which a trial has ended or was paused since they were last looked at."""
     held_back: tuple[str, ...] = ()
     """Why moves of the last decision are not carried out yet."""
     well_since_s: float = -math.inf
@@ -98,6 +100,8 @@ class Context:
 
     def _changed(self, live: LiveJob, row: Job) -> None:
         live.state, live.requested, live.started_at = row.state, row.wish, row.started_at
+        if live.sweep is not None and (live.state.is_over or live.state is JobState.PAUSED):
+            self.unsettled.add(live.sweep)
         if live.state.is_over:
             self.progress.pop(live.id, None)
             self.state.withdraw(live, self.clock())

@@ -32,6 +32,7 @@ from tlora_megatron.service.prepare.pool import PreparePool
 from tlora_megatron.service.prepare.submission import PrepareRules
 from tlora_megatron.service.settings import Settings
 from tlora_megatron.service.store import JobState, LockLost, Store, StoreError, open_store
+from tlora_megatron.service.sweeps import settle, sweep_of
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Controller:
         self._take_events()
         end_missing(self.context)
         jobs = list(self.context.state.jobs.values())
+        self.context.unsettled |= {live.sweep for live in jobs if live.sweep is not None}
         self._admission.take(live for live in jobs if live.requested != "cancel")
         for live in jobs:
             if live.requested is not None and not live.state.is_over:
@@ -126,6 +128,7 @@ class Controller:
 
     def _step(self, now_s: float) -> None:
         self._take_events()
+        self._settle_sweeps()
         self._admission.look()
         if self._watchdog.look():
             self._reload()
@@ -133,6 +136,15 @@ class Controller:
         self._measurements.refresh()
         self.decider.step()
         self._executor.run()
+
+    def _settle_sweeps(self) -> None:
+        """Asks of trials what was decided at their rungs."""
+        store = self.context.store
+        for sweep in sorted(self.context.unsettled):
+            with store.transaction():
+                if (found := sweep_of(store, sweep)) is not None:
+                    settle(store, found)
+            self.context.unsettled.discard(sweep)
 
     def _take_events(self) -> None:
         gangs = self.context.state.gangs.values()

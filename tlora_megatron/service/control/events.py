@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -12,6 +13,7 @@ from tlora_megatron.service.control.deaths import died, saved_alone
 from tlora_megatron.service.control.records import LiveGang, LiveJob
 from tlora_megatron.service.messages import UNSTORED_SEQ, GangEvent
 from tlora_megatron.service.store import GangState, JobState, Progress
+from tlora_megatron.service.sweeps import settle, sweep_of
 
 _Handler = Callable[["EventHandler", LiveGang, GangEvent], None]
 _JobHandler = Callable[["EventHandler", LiveGang, LiveJob, GangEvent], None]
@@ -149,6 +151,18 @@ class EventHandler:
             "evaluated", job=live.id, gang=gang.name, body=dict(event.body)
         )
 
+    def _at_rung(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
+        """Pauses a trial; if it is the last one to come, the rung is decided."""
+        found = None if live.sweep is None else sweep_of(self._context.store, live.sweep)
+        if found is None:
+            return
+        live.step = int(event.body["step"])
+        if live.step in found.open_rungs(live.name)[:1]:
+            score = event.body["scores"].get(found.sweep.spec.metric)
+            settle(self._context.store, found, {live.name: math.nan if score is None else score})
+        self._context.store.jobs.request_actions([live.id], "pause", by=f"sweep {found.name}")
+        self._context.unsettled.add(live.sweep or "")
+
     def _saved(self, gang: LiveGang, live: LiveJob, event: GangEvent) -> None:
         self._context.store.events.add("saved", job=live.id, gang=gang.name, body=dict(event.body))
         if live.failed_saves:
@@ -241,6 +255,7 @@ class EventHandler:
         "joined": _joined,
         "stepped": _stepped,
         "evaluated": _evaluated,
+        "at_rung": _at_rung,
         "saved": _saved,
         "not_saved": _not_saved,
         "left": _left,

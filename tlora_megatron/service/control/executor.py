@@ -23,6 +23,7 @@ from tlora_megatron.service.engines.base import GangEngine
 from tlora_megatron.service.engines.protocol import NodeInfo
 from tlora_megatron.service.home import Lease, make_folder, write_lease
 from tlora_megatron.service.store import GangState, JobState, LeaseHeld
+from tlora_megatron.service.sweeps import sweep_of
 
 MAKES_ROOM = "it makes room for shorter work"
 """Why a job leaves its gang that a decision has paused."""
@@ -134,7 +135,9 @@ class Executor:
             return
         context.change(live, JobState.STARTING)
         document = context.store.jobs.document(live.id)
-        order = job_order(live, document, lease.epoch, context.settings)
+        found = sweep_of(context.store, live.sweep) if live.sweep is not None else None
+        hold_at = () if found is None else found.open_rungs(live.name)
+        order = job_order(live, document, lease.epoch, context.settings, hold_at)
         context.leases.append((live.id, gang.name, gang.epoch, lease.epoch))
         context.command(gang, "prepare", job=live.id, body=order)
         gang.members[live.id] = GangMember(phase="preparing", lease=lease.epoch)

@@ -36,7 +36,7 @@ _KEPT = {"gpus": "num_gpus"} | {
     name: name
     for name in (
         *("max_slowdown", "priority", "alone", "deaths", "trial_saves", "was_tried"),
-        *("failed_saves", "saves_soon", "checkpoint_every_s", "keep_days"),
+        *("failed_saves", "saves_soon", "checkpoint_every_s", "keep_days", "sweep"),
         "pause",
     )
 }
@@ -92,6 +92,8 @@ class LiveJob:
     """None: as the service's settings say."""
     keep_days: float | None = None
     """Days for which it is kept after its end; None: as the service's settings say."""
+    sweep: str | None = None
+    """Id of the sweep of which it is a trial."""
     pause: Mapping[str, Any] | None = None
     """Where and until when it comes back after a decision has paused it, as its row keeps it."""
     priced: Job | None = None
@@ -243,7 +245,11 @@ def submission_of(document: Mapping[str, Any]) -> Submission:
 
 
 def job_order(
-    live: LiveJob, document: Mapping[str, Any], lease: int, settings: Settings
+    live: LiveJob,
+    document: Mapping[str, Any],
+    lease: int,
+    settings: Settings,
+    hold_at: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """The body of `prepare`."""
     own = document.get(ORDER) or {"document": document.get("document", {})}
@@ -253,9 +259,13 @@ def job_order(
         lease=lease,
         checkpoint_every_s=live.checkpoint_every_s or settings.checkpoint_every_s,
         saves_soon=live.saves_soon,
+        hold_at=hold_at,
         **own,
     )
-    return asdict(order)
+    found = asdict(order)
+    if not hold_at:  # gangs of an earlier version do not know the word
+        del found["hold_at"]
+    return found
 
 
 def gang_spec(

@@ -136,6 +136,12 @@ class Boards(Part):
         return {} if found is None else found.body
 
     def read(self) -> dict[str, Board]:
-        """All that is shown, by name."""
-        found = self._database.all(Board, tables.query_of(Board))
+        """All that a controller shows, by name."""
+        own = ~tables.board.c.name.contains("/")
+        found = self._database.all(Board, tables.query_of(Board).where(own))
         return {board.name: board for board in found}
+
+    def under(self, prefix: str) -> list[Board]:
+        """What is kept under names that begin so."""
+        query = tables.query_of(Board).where(tables.board.c.name.startswith(prefix))
+        return self._database.all(Board, query)

@@ -259,6 +259,7 @@ class Stager:
         slab = self._bank.new_slab(prepared.spec.lora)
         try:
             state, copied = self._fill(slab, prepared, order)
+            state.hold_at = tuple(order.get("hold_at", ()))
             return StagedJob(
                 state=state,
                 digest=prepared.digest,

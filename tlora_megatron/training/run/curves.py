@@ -15,6 +15,7 @@ from tlora_megatron.page import (
     BAD,
     CARD,
     JOB,
+    MUTED,
     NUM_COLORS,
     TEXT,
     css_color,
@@ -203,12 +204,13 @@ def _mark_incidents(axes: Axes, job: ReportJob) -> None:
 def overview(jobs: list[ReportJob], style: PanelStyle) -> str:
     """Draws the training loss of all jobs; a pointer on a curve shows the name of its job.
 
-    A few jobs' evaluations are dots.
+    A few jobs' evaluations are dots. Jobs that were stopped early are grey.
     """
     curves = {job.index: job.curve("loss") for job in jobs if job.curve("loss")[0].size}
     evals = {job.index: job.curve("eval_loss") for job in jobs if has_dots(jobs)}
     log = "loss" in style.log_keys and all(y.min() > 0 for _, y in curves.values())
     width = 1.3 if len(jobs) <= NUM_COLORS else 0.8
+    stopped = {job.index for job in jobs if job.status == "cancelled"}
 
     def paint(num_points: int, axes: Axes) -> None:
         axes.set_yscale("log" if log else "linear")
@@ -217,6 +219,8 @@ def overview(jobs: list[ReportJob], style: PanelStyle) -> str:
         for index, (steps, values) in curves.items():
             turn, color = divmod(index, NUM_COLORS)
             line: _Style = {"color": paint_color(color), "linestyle": _DASHES[turn % len(_DASHES)]}
+            if index in stopped:
+                line = {"color": MUTED, "alpha": 0.5, "zorder": 1}
             smooth = _smooth(values, log=log) if len(steps) > SMOOTH_ABOVE else values
             thin = _thin((steps, smooth), num_points)
             axes.plot(*thin, gid=f"job-{index}", linewidth=width, **line)

@@ -160,7 +160,10 @@ def share(mine: Readings | None) -> Readings | None:
         return None
     message: list[Any] = [None]
     if dist.get_rank() == 0 and mine is not None:
-        message = [mine if isinstance(mine, ValueError) else [_joined(one) for one in mine]]
+        message = [mine]
+        if not isinstance(mine, ValueError):
+            joined = {id(one): _joined(one) for one in mine}  # what jobs share is sent once
+            message = [[joined[id(one)] for one in mine]]
     dist.broadcast_object_list(message, src=0)
     return message[0] if mine is None else None
 
@@ -274,11 +277,16 @@ class JobAdmission:
             readings: what another process has read, job by job.
         """
         outcomes: _Outcomes = []
+        shared: JobData | None = None
         for job, read in zip_longest(self._config.jobs, readings):
             try:
                 if isinstance(read, ValueError):
                     raise read
-                outcomes.append(self._prepare(job, tokenizer, data=read))
+                data = read or shared
+                prepared = self._prepare(job, tokenizer, data=data, values=read is None)
+                if self._config.sweep is not None:
+                    shared = prepared.data  # trials have the same data, and one copy is enough
+                outcomes.append(prepared)
             except ValueError as error:
                 outcomes.append(error)
                 if self._stops:
@@ -330,11 +338,13 @@ def prepare_for(
     quantisation: QuantisationCard | None,
     resuming: bool,
     data: JobData | None = None,
+    values: bool | None = None,
 ) -> PreparedJob:
     """Reads all that a job of a configuration starts from, and checks that it fits.
 
     Args:
         resuming: go on from the job's newest checkpoint in the output folder, if there is one.
+        data, values: as in `prepare_job`.
     """
     # How other models' linears are divided shows when they are built: checked then.
     tp_size = config.parallel.most_tp if isinstance(spec, ModelSpec) else 1
@@ -350,6 +360,7 @@ def prepare_for(
         budget=_BUDGETS[config.parallel.is_unlike],
         saved=saved if resuming else None,
         data=data,
+        values=values,
     )
     if prepared.checkpoint is None or prepared.checkpoint.step < prepared.plan.num_steps:
         check_job_folders(Path(config.run.output_dir), job.name)

@@ -39,6 +39,7 @@ from tlora_megatron.training.run.curves import (
     read_jobs,
     scatter,
 )
+from tlora_megatron.training.run.sweep_results import sweep_section
 
 _TITLES = {
     "loss": "Loss",
@@ -83,6 +84,8 @@ class Report:
         return path
 
     def _draw(self) -> None:
+        if (self._output_dir / "sweep.json").is_file():
+            return  # of many trials few are shown, and the summary says which
         # What is wrong is said by `write`.
         with suppress(ImportError, OSError, ValueError):
             self._page()
@@ -95,13 +98,18 @@ class Report:
         run = summary.get("run", {})
         keys = [key for key in _TITLES if _is_matched(jobs) or key != "eval_exact_match"]
         style = PanelStyle.for_jobs(jobs)
-        cards = "".join(_card(job, keys, style, self._panel) for job in jobs)
+        # Of a sweep's trials, which may be many, those that were stopped have a row and a curve.
+        shown = [job for job in jobs if "sweep" not in summary or job.status != "cancelled"]
+        cards = "".join(_card(job, keys, style, self._panel) for job in shown)
+        sweep = ""
+        if "sweep" in summary:
+            sweep = sweep_section(summary["sweep"], {job.name: _link(job) for job in shown})
         written = time.strftime("%Y-%m-%d %H:%M %Z")
         return document(
             folder.resolve().name,
             f"{_outcome(run, jobs)} · written {written}",
             f"{tiles(_main_numbers(config, run, jobs))}{facts(_facts(config, run))}"
-            f"{_times(run)}<h2>Jobs</h2>{_table(jobs)}{_together(jobs, style)}"
+            f"{_times(run)}{sweep}<h2>Jobs</h2>{_table(shown)}{_together(jobs, style)}"
             f"<h2>Curves by job</h2>{_READING}{cards}{_nano_section(folder)}",
         )
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -56,7 +56,9 @@ from tlora_megatron.training.run.preparation import PreparedJob, start_job
 from tlora_megatron.training.run.reading import JobAdmission
 from tlora_megatron.training.run.report import Report
 from tlora_megatron.training.run.summary import run_times, summarize, summarize_nano_batches
+from tlora_megatron.training.run.sweep_results import sweep_results, write_table
 from tlora_megatron.training.run_watch import RunWatch
+from tlora_megatron.training.rungs import Rungs, known_rungs
 from tlora_megatron.training.signals import StopSignals
 from tlora_megatron.training.super_model import SuperModel
 
@@ -126,6 +128,9 @@ class TrainingRun:
         self._resuming = claim_output_dir(self.output_dir, config)
         if self._resuming:
             self.facts["resumed"] = True
+        self._rungs: Sequence[Mapping[str, Any]] = ()
+        if self._resuming and config.sweep is not None:
+            self._rungs = known_rungs(config.sweep, self.output_dir)
         with timeline.phase("data"):
             self._jobs = JobAdmission(
                 config, spec, quantisation=quantisation, resuming=self._resuming
@@ -203,8 +208,18 @@ class TrainingRun:
         nano_rounds = start_nano_batches(
             run, switch, groups, super_model.jobs, resuming=self._resuming
         )
+        sweep, rungs = self.config.sweep, None
+        if sweep is not None:
+            rungs = Rungs(sweep, self.output_dir, super_model.jobs, self._rungs)
         self.loop = Loop(
-            super_model, self.spec, run, files, self.events, nano_rounds=nano_rounds, watch=watch
+            super_model,
+            self.spec,
+            run,
+            files,
+            self.events,
+            nano_rounds=nano_rounds,
+            watch=watch,
+            rungs=rungs,
         )
         self._open.callback(self.loop.saves.close)
         return self.loop
@@ -237,6 +252,11 @@ class TrainingRun:
         summary = summarize(loop, self._jobs.rejected, nano_batches)
         summary["run"] |= self.facts
         loop.files.settle()
+        if loop.rungs is not None:
+            rungs = loop.rungs.document()
+            summary["sweep"] = sweep_results(loop.rungs.sweep, rungs["rungs"], summary["jobs"])
+            loop.rungs.write(rungs | summary["sweep"])
+            write_table(self.output_dir, summary["sweep"])
         self._write_summary(loop, summary)
         try:
             report.write()

@@ -157,7 +157,8 @@ def test_the_stream_tells_everything_and_then_what_changes(busy: Api, shown: Sho
                     break
                 if names.count("jobs") == 1:
                     shown.live.submit("late", tenant="bob", steps=5)
-    assert set(names[:6]) == {"cluster", "groups", "jobs", "timeline", "figures", "decisions"}
+    parts = {"cluster", "groups", "jobs", "sweeps", "timeline", "figures", "decisions"}
+    assert set(names[:7]) == parts
 
 
 def test_a_stream_ends_when_its_token_is_revoked(busy: Api) -> None:

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.history import last_rows
 from tlora_megatron.service.store import LIVE, OVER, Board, Gang, Job, JobState, Stay
+from tlora_megatron.service.sweeps import StoredSweep, sweeps_of
 
 WAITING = (JobState.VALIDATING, JobState.QUEUED, JobState.PAUSED)
 SHOWN_JOBS = 200
 """Waiting jobs that are listed; of more than these only the number is told."""
 SHOWN_ENDED = 20
+SHOWN_SWEEPS = 3
 _MOST_LIVE = 5000
 WINDOW_S = 1800.0
 """How far the time line goes back."""
@@ -44,6 +46,8 @@ class Facts:
     """Last jobs of each tenant that are over; under None those of all."""
     counts: Mapping[str | None, Mapping[JobState, int]] = field(default_factory=dict)
     """Jobs by state, of each tenant; under None all."""
+    sweeps: Mapping[str | None, tuple[StoredSweep, ...]] = field(default_factory=dict)
+    """Newest sweeps of each tenant; under None those of all."""
     base_names: Mapping[str, str] = field(default_factory=dict)
     """Names of bases, by the keys that jobs have for them."""
 
@@ -89,6 +93,7 @@ def read_facts(service: Service, tenants: frozenset[str | None]) -> Facts:
         waiting={of: own(of, states=WAITING, limit=SHOWN_JOBS) for of in tenants},
         ended={of: own(of, states=OVER, limit=SHOWN_ENDED, newest_first=True) for of in tenants},
         counts={tenant: store.jobs.counts(tenant=tenant) for tenant in {*tenants, None}},
+        sweeps={of: tuple(sweeps_of(store, of, SHOWN_SWEEPS)) for of in tenants},
         base_names=service.base_names(),
     )
 

@@ -184,7 +184,7 @@ def event(name: str, body: object) -> bytes:
     return f"event: {name}\ndata: {to_json(body)}\n\n".encode()
 
 
-_SCRIPTS = ("text", "stream", "charts", "machines", "groups", "jobs", "decisions", "main")
+_SCRIPTS = ("text", "stream", "charts", "machines", "groups", "sweeps", "jobs", "decisions", "main")
 """Parts of the script in the order in which they need each other."""
 
 
@@ -242,7 +242,8 @@ def router(service: Service) -> APIRouter:
         """Server-sent events with all that the page draws: each part at once, and when it changes.
 
         The events are `cluster`, `groups`, `jobs`, `timeline`, `figures` and `decisions`, with what
-        the routes of these names answer. A client that connects anew is told all of it again.
+        the routes of these names answer, and `sweeps`. A client that connects anew is told all of
+        it again.
         """
         viewer = viewer_of(caller, mine=mine)
         watching.check_room(viewer)

@@ -206,10 +206,21 @@ def jobs_of(found: Iterable[Decision]) -> list[str]:
     return sorted(ids)
 
 
+def sweeps(facts: Facts, viewer: Viewer) -> View:
+    """The viewer's newest sweeps: which trials are before which rung, and what became of them."""
+    return {
+        "sweeps": [
+            {"id": one.id, "name": one.name, "trials": len(one.trials), "stages": one.stages()}
+            for one in facts.sweeps.get(viewer.scope, ())
+        ]
+    }
+
+
 PARTS: Mapping[str, Callable[[Facts, Viewer], View]] = {
     "cluster": cluster,
     "groups": groups,
     "jobs": jobs,
+    "sweeps": sweeps,
     "timeline": timeline,
     "figures": figures,
 }

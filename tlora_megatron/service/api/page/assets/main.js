@@ -54,6 +54,9 @@ const on = {
     drawJobs(body);
     drawTiles(latest);
   },
+  sweeps(body) {
+    drawSweeps(body.sweeps);
+  },
   timeline(body) {
     latest.timeline = body.gangs;
     drawTimeline();
