@@ -108,9 +108,9 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
         """Log-probability of each token but the first, fp32."""
-        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1].float()
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1].double()
         index = torch.tensor(tokens[1:])[:, None]
-        return torch.log_softmax(logits, dim=-1).gather(1, index)[:, 0]
+        return torch.log_softmax(logits, dim=-1).gather(1, index)[:, 0].float()
 
 
 def greedy(prompt: Prompt, max_tokens: int) -> Prompt:
