@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.sampling_case import Reference, greedy, opened, sample, write_adapters
+from tests.helpers.sampling_case import (
+    Reference,
+    greedy,
+    opened,
+    root_mean_square,
+    sample,
+    write_adapters,
+)
 from tests.helpers.tiny_models import GPU_SHAPE, make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer
 from tlora_megatron.runtime.sampling.batcher import Batcher
@@ -52,10 +59,6 @@ def scored_without_a_past(batcher: Batcher, prompt: Prompt, answer: Answer) -> t
     (found,) = sample(batcher, [whole])
     assert found.prompt_logprobs is not None
     return torch.tensor(found.prompt_logprobs[1:])
-
-
-def root_mean_square(parts: list[torch.Tensor]) -> float:
-    return float(torch.cat(parts).pow(2).mean().sqrt())
 
 
 def test_fp32_gives_the_tokens_of_peft(tmp_path: Path) -> None:

@@ -108,9 +108,13 @@ class Reference:
     @torch.no_grad()
     def logprobs(self, tokens: Sequence[int]) -> Tensor:
         """Log-probability of each token but the first, fp32."""
-        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1].double()
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0, :-1].float()
         index = torch.tensor(tokens[1:])[:, None]
-        return torch.log_softmax(logits, dim=-1).gather(1, index)[:, 0].float()
+        return torch.log_softmax(logits, dim=-1).gather(1, index)[:, 0]
+
+
+def root_mean_square(parts: Sequence[Tensor]) -> float:
+    return float(torch.cat([*parts]).pow(2).mean().sqrt())
 
 
 def greedy(prompt: Prompt, max_tokens: int) -> Prompt:
