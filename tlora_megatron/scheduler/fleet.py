@@ -20,6 +20,9 @@ from tlora_megatron.scheduler.queue import Group, Job, Member, Pause, Waiting, W
 _TOLERANCE = 1e-9
 """Relative tolerance: a speed or end equal to its bound must not fail on rounding."""
 
+_LATE_S = 1e-3
+"""A job that comes back so much later than it must is late."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
@@ -147,6 +150,8 @@ class Fleet:
     ) -> None:
         self.cluster = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas or {})
         self.changes = Changes()
+        self.bounds_lost = 0
+        """Pauses after which a job could not come back in time."""
         self._speeds = speeds
         self._down: set[int] = set()
         self._where: dict[int, int] = {}
@@ -259,6 +264,7 @@ class Fleet:
         require(not loose, f"a dissolved group's members must go on, got {sorted(loose)} left")
         # The GPUs that the decisions themselves gave back are no news to the policy.
         self.changes.freed = False
+        self._end_ousted(queue, groups)
         return groups
 
     def _formed(
@@ -306,6 +312,38 @@ class Fleet:
     def discharge(self, job: Job) -> None:
         """Counts the GPUs that a job asks for against its tenant no more."""
         self.cluster.tenant_gpus[job.tenant] -= job.num_gpus
+
+    def end_late_pauses(self, queue: WaitingQueue, now_s: float) -> None:
+        """Lets jobs that can no longer come back within their bounds wait before all others.
+
+        Those on their GPUs are slower than predicted, and no plan holds such a bound: the GPUs
+        would stay taken for ever. Each has a new bound from its next start on.
+        """
+        for waiting in queue.paused():
+            if waiting.pause and waiting.pause.back_by_s < now_s - _LATE_S:
+                job = replace(waiting.job, due_s=min(waiting.job.due_s, now_s))
+                self._end_claim(queue, replace(waiting, job=job, queued_s=now_s))
+
+    def _end_ousted(self, queue: WaitingQueue, groups: Sequence[Group]) -> None:
+        """Ends claims to GPUs that new groups of more urgent jobs do not give back in time."""
+        for waiting in queue.paused():
+            pause, level = waiting.pause, waiting.job.priority
+            for group in groups if pause else ():
+                if (
+                    group.last_end_s > pause.back_by_s + _LATE_S
+                    and max(m.job.priority for m in group.members) > level
+                    and not set(group.gpus).isdisjoint(pause.gpus)
+                ):
+                    self._end_claim(queue, waiting)
+                    break
+
+    def _end_claim(self, queue: WaitingQueue, waiting: Waiting) -> None:
+        queue.remove(waiting.job.index)
+        queue.add(replace(waiting, pause=None))
+        self.discharge(waiting.job)
+        self.changes.arrived.add(waiting.job.index)
+        self.changes.freed = True  # others may have the GPUs that were kept for it
+        self.bounds_lost += 1
 
     def node_down(self, node: int) -> None:
         """Withdraws the GPUs of a failed node; no group may hold them."""

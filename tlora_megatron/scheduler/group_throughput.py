@@ -8,6 +8,7 @@ the same base on as many GPUs, else of that base on the nearest number of GPUs, 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,6 @@ class GroupRates:
     by_kind: Mapping[int, float]
     total: float
     """Sum over the members."""
-    memory_bytes: float
 
 
 OPEN_TOKENS_PER_S = 1.0
@@ -57,6 +57,7 @@ class Speeds:
         self._full: dict[tuple[str, int], float] = {}
         self._residual: dict[tuple[Kinds, int], float] = {}
         self._sizes: dict[tuple[int, int], Mapping[int, float]] = {}
+        self._knees: dict[tuple[str, int], float] = {}
 
     def answers(self) -> dict[tuple[Kinds, int], GroupRates | None]:
         """All that was asked: the rates of groups on GPUs; None: they do not fit into memory."""
@@ -97,14 +98,12 @@ class Speeds:
             return None
         closed = [kind for kind in kinds if not self._loads[kind][1].is_open]
         if len(closed) < len(kinds):
-            return self._beside_open(kinds, tuple(closed), num_gpus, estimate.memory_bytes)
+            return self._beside_open(kinds, tuple(closed), num_gpus)
         rates = tuple(estimate.tokens_per_s)
         by_kind = dict(zip(kinds, rates, strict=True))
-        return GroupRates(by_kind, sum(rates), estimate.memory_bytes)
+        return GroupRates(by_kind, sum(rates))
 
-    def _beside_open(
-        self, kinds: Kinds, closed: Kinds, num_gpus: int, memory_bytes: float
-    ) -> GroupRates | None:
+    def _beside_open(self, kinds: Kinds, closed: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group with jobs that clients drive: the others have those without them."""
         by_kind: dict[int, float] = dict.fromkeys(kinds, OPEN_TOKENS_PER_S)
         total = OPEN_TOKENS_PER_S * (len(kinds) - len(closed))
@@ -113,7 +112,7 @@ class Speeds:
             if rates is None:
                 return None
             by_kind, total = {**by_kind, **rates.by_kind}, total + rates.total
-        return GroupRates(by_kind, total, memory_bytes)
+        return GroupRates(by_kind, total)
 
     def prepare(self, kind: int, most: int) -> None:
         """Asks the model, for up to `most` GPUs, all that decisions will ask about a job."""
@@ -149,6 +148,25 @@ class Speeds:
             self._residual[key] = max(0.0, 1.0 - used)
         return self._residual[key]
 
+    def knee(self, kind: int, num_gpus: int) -> float:
+        """Tokens up to which a round takes hardly longer than one of few tokens."""
+        if num_gpus > _LARGEST_FULL:
+            return num_gpus / _LARGEST_FULL * self.knee(kind, _LARGEST_FULL)
+        key = (self._loads[kind][0], num_gpus)
+        if key not in self._knees:
+            longest_s = _FLAT * self._round_s(*key, _KNEE_TOKENS[0])
+            place = bisect_right(
+                _KNEE_TOKENS, longest_s, key=lambda tokens: self._round_s(*key, tokens)
+            )
+            self._knees[key] = float(num_gpus * _KNEE_TOKENS[max(0, place - 1)])
+        return self._knees[key]
+
+    def _round_s(self, base: str, num_gpus: int, tokens: int) -> float:
+        """Seconds of a round of one sequence of so many tokens on each GPU."""
+        load = replace(_FULL, batch_size=num_gpus, lengths=LengthHistogram.single(tokens))
+        estimate = self._models[base].estimate([load], num_gpus)
+        return num_gpus * tokens / sum(estimate.tokens_per_s) if estimate.fits else math.inf
+
     def full_speed(self, kind: int, num_gpus: int) -> float:
         """Tokens per second when the GPUs have enough work: a large batch of short sequences."""
         if num_gpus > _LARGEST_FULL:
@@ -162,6 +180,10 @@ class Speeds:
         return self._full[key]
 
 
+_FLAT = 1.03
+"""How much longer a round may take than one of few tokens, up to the knee."""
+_KNEE_TOKENS = tuple(round(128 * 2 ** (step / 4)) for step in range(21))
+"""Tokens of a round on each GPU among which the knee is looked for: 128 to 4,096."""
 _LARGEST_FULL = 8
 """GPUs beyond these are taken to add as much each: at full speed they do, and asking takes long."""
 _WORTH = 1.02
@@ -239,6 +261,7 @@ class CalibratedSpeeds(Speeds):
         self._of_bases.clear()
         self._residual.clear()
         self._sizes.clear()
+        self._knees.clear()
         if abs(self.factor(*mix) / before - 1) < _DRIFT:
             return None
         self.version += 1
@@ -253,9 +276,19 @@ class CalibratedSpeeds(Speeds):
             rates, factor = super().rates(kinds, num_gpus), self.factor(kinds, num_gpus)
             if rates is not None and factor != 1.0:
                 by_kind = {kind: rate * factor for kind, rate in rates.by_kind.items()}
-                rates = GroupRates(by_kind, rates.total * factor, rates.memory_bytes)
+                rates = GroupRates(by_kind, rates.total * factor)
             self._scaled[key] = rates
             return rates
+
+    def _round_s(self, base: str, num_gpus: int, tokens: int) -> float:
+        """Seconds of a round, corrected by those of the mix of most similar size."""
+        alike = [
+            (abs(math.log(own / (num_gpus * tokens))), known.used)
+            for (kinds, size), known in self._by_mix.items()
+            if known.used and size == num_gpus and self.base_of(kinds[0]) == base
+            for own in [sum(self.load_of(kind).batch_tokens for kind in kinds)]
+        ]
+        return super()._round_s(base, num_gpus, tokens) / (min(alike)[1] if alike else 1.0)
 
     def factor(self, kinds: Kinds, num_gpus: int) -> float:
         """Measured over predicted speed of a group; 1 while nothing is known."""

@@ -27,6 +27,40 @@ def test_a_long_job_pauses_for_a_short_one() -> None:
     assert world.ends("tlora_elastic") == [1005, 15]
 
 
+def test_a_small_job_is_fused_before_anyone_pauses() -> None:
+    world = World(job(0, 1000), job(10, 5))  # 500 tokens each; a GPU takes 1,000 in a second
+    assert world.ends("tlora_elastic") == [1000, 15]
+
+
+def test_a_small_job_leaves_gpus_free_where_it_slows_nobody() -> None:
+    world = World(job(0, 1000), job(10, 500, batch=4), job(20, 500, batch=6), gpus_per_node=4)
+    cost = RegroupCost(admit_s=1.0)
+    ledger = world.run("tlora_elastic", cost=cost)
+    assert sorted(len(s.gpus) for s in ledger.segments if s.num_jobs == 2) == [1]
+    assert {r.job.index: r.end_s for r in ledger.records} == {0: 1001, 1: 511, 2: 520}
+
+
+def test_a_group_that_may_not_move_gives_no_gpus() -> None:
+    held = {"held": frozenset({1})}
+    assert _long_and_short().ends("tlora_elastic", rules=held) == [1000, 1005]
+    world = World(job(0, 1000), job(10, 5))
+    assert world.ends("tlora_elastic", rules=held) == [1000, 15]  # who joins moves nobody
+
+
+def test_urgent_jobs_pause_all_of_a_fused_group_whatever_bounds_they_have() -> None:
+    world = World(job(0, 1000, max_slowdown=1.1), job(0, 500, max_slowdown=1.1))
+    world.add(10, 600, batch=10, priority=1)
+    assert world.ends("tlora_elastic") == [1600, 1100, 610]
+
+
+def test_no_claim_of_a_less_urgent_job_keeps_an_urgent_one_waiting() -> None:
+    world = _long_and_short(max_slowdown=1.1)
+    world.add(12, 500, batch=10, priority=1, base="other")
+    assert world.ends("tlora_elastic")[2] == 512
+    world = World(job(0, 1000, batch=10, priority=1), job(10, 5, batch=10, base="other"))
+    assert world.ends("tlora_elastic") == [1000, 1005]  # and none waits for a less urgent one
+
+
 def test_no_bound_is_broken_by_a_pause() -> None:
     assert _long_and_short(max_slowdown=1.0).ends("tlora_elastic") == [1000, 1005]
 

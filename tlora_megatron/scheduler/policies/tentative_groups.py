@@ -19,7 +19,7 @@ from tlora_megatron.scheduler.policy import (
     Rules,
     soonest_nodes,
 )
-from tlora_megatron.scheduler.queue import Group, Job, Member, Pause, Waiting, soonest_back_s
+from tlora_megatron.scheduler.queue import Group, Job, Pause, Waiting, soonest_back_s
 
 _MOST_OF_FULL = 1.05
 """A group may be a little faster than the reference load that defines full speed."""
@@ -64,6 +64,7 @@ class TentativeGroups:
         self.rules = rules
         self._parts: dict[int, Parts] = {}
         self._dissolved: set[int] = set()
+        self._placed: set[int] = set()
         self._new = 0
         self._asked: dict[str, int] = {}
         self._reserved: set[int] = set()
@@ -73,8 +74,8 @@ class TentativeGroups:
         self._vacated_s: dict[int, float] = {}
         """GPU -> seconds until the state of those who leave it is saved."""
         self._pausing: list[int] = []
-        self._pauses = {w.job.index: w.pause for w in paused if w.pause is not None}
-        """Job -> its claim to the GPUs that it held."""
+        self._pauses = {w.job.index: (w.job.priority, w.pause) for w in paused if w.pause}
+        """Job -> its priority, and its claim to the GPUs that it held."""
         self._mixes: set[tuple[Kinds, int]] = set()
         self._most_mixes = most_mixes
 
@@ -152,7 +153,8 @@ class TentativeGroups:
         if keep_bounds and not ends_in_bounds(group):
             return None
         own = [waiting.job.index for waiting in parts.joining]
-        if group.last_end_s > self.needed_s(gpus, own):
+        level = min([waiting.job.priority for waiting in parts.joining], default=-math.inf)
+        if group.last_end_s > self.needed_s(gpus, own, level):
             return None
         return Proposal(group=group, parts=parts)
 
@@ -200,15 +202,20 @@ class TentativeGroups:
 
     def _first_choices(self) -> Iterator[FreeGpus]:
         """The free GPUs that no paused job needs, then all of them."""
-        claimed = {gpu for pause in self._pauses.values() for gpu in pause.gpus}
+        claimed = {gpu for _, pause in self._pauses.values() for gpu in pause.gpus}
         if claimed:
             nodes = map(self.free.in_node, range(self.shape.num_nodes))
             yield FreeGpus(self.shape, [[g for g in gpus if g not in claimed] for gpus in nodes])
         yield self.free
 
-    def needed_s(self, gpus: Iterable[int], without: Collection[int] = ()) -> float:
-        """When a paused job, but those left out, needs one of these GPUs; infinite if none does."""
-        return soonest_back_s((p for i, p in self._pauses.items() if i not in without), gpus)
+    def needed_s(
+        self, gpus: Iterable[int], without: Collection[int] = (), level: float = -math.inf
+    ) -> float:
+        """When a paused job of this priority or above needs one of these GPUs; infinite if none."""
+        claims = self._pauses.items()
+        return soonest_back_s(
+            (pause for i, (own, pause) in claims if own >= level and i not in without), gpus
+        )
 
     def wider(self, group: Group, num_gpus: int) -> Proposal | None:
         """A group on more GPUs, its own among those it may get; None as in `propose`."""
@@ -228,17 +235,36 @@ class TentativeGroups:
         """Pauses the members of a running group that this decision has not changed."""
         assert not self.is_changed(group), "a group must not be formed and paused at once"
         self._release(group)
-        for member in group.members:
-            self._pausing.append(member.job.index)
-            self._pauses[member.job.index] = self.pause_of(group, member)
+        pauses = self.pauses_of(group)
+        self._pausing += pauses
+        self._pauses |= {m.job.index: (m.job.priority, pauses[m.job.index]) for m in group.members}
 
-    def pause_of(self, group: Group, member: Member) -> Pause:
-        """The pause of a running member if it began now."""
-        end_by_s = self.needed_s(group.gpus)
-        cost = self.rules.cost
-        found = paused(group, member, now_s=self.now_s, cost=cost, end_by_s=end_by_s).pause
-        assert found is not None, "a paused job has a claim"
+    def pauses_of(self, group: Group) -> dict[int, Pause]:
+        """The pauses of a running group's members if they began now, by job.
+
+        The one that has most time comes back last, and the others end before it.
+        """
+        end_by_s, found = self.needed_s(group.gpus), {}
+        for member in sorted(group.members, key=lambda m: (-m.deadline_s, m.job.index)):
+            cost = self.rules.cost
+            pause = paused(group, member, now_s=self.now_s, cost=cost, end_by_s=end_by_s).pause
+            assert pause is not None, "a paused job has a claim"
+            found[member.job.index] = pause
+            end_by_s = min(end_by_s, pause.back_by_s)
         return found
+
+    def has_placed(self, waiting: Waiting) -> bool:
+        """True if this decision has given the job a place."""
+        return waiting.job.index in self._placed
+
+    def may_move(self, group: Group, *, urgent: bool = False) -> bool:
+        """True if a running group may be given other GPUs, or none: for an urgent job even soon."""
+        return not (
+            self.is_changed(group)
+            or self.is_reserved(group)
+            or (group.number in self.rules.held and not urgent)
+            or any(member.job.is_open for member in group.members)
+        )
 
     def is_changed(self, group: Group) -> bool:
         """True if this decision has formed or changed the group."""
@@ -259,6 +285,7 @@ class TentativeGroups:
         before = {w.job.index for old in replaces for w in self.parts_of(old).joining}
         for old in replaces:
             self._release(old)
+        self._placed.update(w.job.index for w in proposal.parts.joining)
         for waiting in proposal.parts.joining:
             if waiting.job.index not in before and waiting.pause is None:
                 tenant = waiting.job.tenant

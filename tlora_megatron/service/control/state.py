@@ -117,22 +117,6 @@ class SchedulerState:
         if rest is not None:
             self.names[rest.number] = name
 
-    def end_late_pauses(self, now_s: float) -> bool:
-        """Lets jobs that can no longer come back within their bounds wait before all others.
-
-        Those on their GPUs are slower than predicted, and no plan holds such a bound: the GPUs
-        would stay taken for ever. Each has a new bound from its next start on. True if there was
-        one.
-        """
-        late = [w for w in self.queue.paused() if w.pause and w.pause.back_by_s < now_s]
-        for waiting in late:
-            self.queue.remove(waiting.job.index)
-            self.fleet.discharge(waiting.job)
-            job = replace(waiting.job, due_s=min(waiting.job.due_s, now_s))
-            self.queue.add(replace(waiting, job=job, queued_s=now_s, pause=None))
-            self.fleet.changes.arrived.add(job.index)
-        return bool(late)
-
     def is_placed(self, live: LiveJob) -> bool:
         """True if it was decided where the job trains."""
         return self.fleet.group_of(live.number) is not None
@@ -298,7 +282,7 @@ class SchedulerState:
             return self.fleet.rates(parts, num_gpus)
         except InvariantError:
             alone = {job.kind: job.isolated_tokens_per_s / len(parts) for job in parts.jobs}
-            return GroupRates(alone, sum(alone.values()), 0.0)
+            return GroupRates(alone, sum(alone.values()))
 
     def refresh(self, group: Group, now_s: float) -> None:
         """Sets a running group's work left to what its jobs reported."""

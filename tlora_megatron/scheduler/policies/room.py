@@ -1,0 +1,211 @@
+"""Room that long jobs make for short ones that wait, and less urgent jobs for urgent ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tlora_megatron.scheduler.fleet import Parts
+from tlora_megatron.scheduler.group_throughput import Kinds
+from tlora_megatron.scheduler.policies.tentative_groups import Proposal, TentativeGroups
+from tlora_megatron.scheduler.policies.tlora import EXPECTED, list_schedule
+from tlora_megatron.scheduler.queue import Group, Job, Waiting
+
+
+class ElasticGroups(TentativeGroups):
+    """Groups as a decision would leave them, and the numbers of GPUs that suit single jobs."""
+
+    def sizes(self, job: Job) -> Mapping[int, float]:
+        """Numbers of GPUs worth holding, with speeds; of a driven job what it asks for."""
+        found = {} if job.is_open else self.speeds.sizes(job.kind, self.shape.num_gpus)
+        return found or {job.num_gpus: job.isolated_tokens_per_s}
+
+    def is_below_knee(self, kinds: Kinds, num_gpus: int) -> bool:
+        """True if a round of so many jobs takes hardly longer than one of few tokens."""
+        tokens = sum(self.speeds.load_of(kind).batch_tokens for kind in kinds)
+        return tokens < _BELOW * self.speeds.knee(kinds[0], num_gpus)
+
+    def is_small(self, waiting: Waiting) -> bool:
+        """True if the job leaves a GPU room for others that would not slow it."""
+        return not waiting.job.is_open and self.is_below_knee((waiting.job.kind,), 1)
+
+    def may_split(self, group: Group) -> bool:
+        """True for a group that may move and in which jobs slow each other."""
+        return self.may_move(group) and not self.is_below_knee(group.kinds, len(group.gpus))
+
+    def least_s(self, waiting: Waiting) -> float:
+        """Time that the remaining work takes where the job is fastest; 0 if its client waits."""
+        if waiting.job.is_open:
+            return 0.0
+        return waiting.tokens_left / max(self.sizes(waiting.job).values())
+
+    def by_cost(self, waiting: Waiting, num_waiting: int) -> list[int]:
+        """Numbers of GPUs, the best first: the job's own time, and what it delays."""
+        share = (num_waiting + EXPECTED) / self.shape.num_gpus
+        found = self.sizes(waiting.job)
+        return sorted(found, key=lambda g: (waiting.tokens_left / found[g] * (1 + share * g), g))
+
+
+PAYS = 3.0
+"""A move must save so many times the pauses that it costs."""
+_MOST_TRIED = 12
+"""Waiting jobs for which a decision looks for room."""
+MOST_SIZES = 3
+"""Numbers of GPUs that are tried for each."""
+
+_A_LEVEL = 8.0
+"""A second of a job counts so many times as much as one of a job of the next lower priority."""
+_BELOW = 0.95
+"""A round of up to this share of the knee's tokens lies below it: the planner errs by so much."""
+_ROUNDING_S = 1e-6
+"""The sum of the same times may be another in another order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """GPUs that a running group gives to a waiting job."""
+
+    group: Group
+    rest: Proposal | None
+    """The group on the GPUs that it keeps; None = its job is paused."""
+    waiting: Waiting
+    gpus: tuple[int, ...]
+
+    def take(self, tentative: ElasticGroups) -> None:
+        """Shrinks or pauses the group, and starts the job."""
+        if self.rest is None:
+            tentative.pause(self.group)
+        else:
+            tentative.accept(self.rest, (self.group,))
+        own = tentative.propose(Parts(joining=(self.waiting,)), self.gpus)
+        assert own is not None, "room was found for the job"
+        tentative.accept(own)
+
+
+def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waiting]:
+    """Starts waiting jobs on GPUs of groups that have longer to train; returns those still left.
+
+    A job gains what it would wait; the group loses its GPUs for as long as the job trains, and two
+    pauses. The best of all groups gives them, if the gain is greater. Paused jobs do not ask for
+    room: their GPUs are kept for them. Jobs that clients drive neither ask nor give: how
+    long they would train is unknown.
+    """
+    starts_s = list_schedule(tentative, order)
+    left, tried = [], 0
+    for place, waiting in enumerate(order):
+        may_ask = (
+            tried < _MOST_TRIED
+            and waiting.pause is None
+            and not waiting.job.is_open
+            and tentative.within_quota(waiting)
+        )
+        tried += may_ask
+        wait_s = starts_s[waiting.job.index] - tentative.now_s
+        room = _best(tentative, waiting, wait_s, len(order) - 1 - place) if may_ask else None
+        if room is None:
+            left.append(waiting)
+        else:
+            room.take(tentative)
+    return left
+
+
+def _best(
+    tentative: ElasticGroups, waiting: Waiting, wait_s: float, num_behind: int
+) -> Room | None:
+    best, most_s = None, 0.0
+    end_s = wait_s + tentative.least_s(waiting)
+    speeds = tentative.sizes(waiting.job)
+    for size in tentative.by_cost(waiting, num_behind)[:MOST_SIZES]:
+        own_s = waiting.tokens_left / speeds[size]
+        for group in _givers(tentative, waiting, size, own_s) if own_s < end_s else ():
+            loss_s, keep = _loss(tentative, group, size, own_s)
+            ahead = waiting.job.priority - group.members[0].job.priority
+            net_s = (end_s - own_s) * _A_LEVEL**ahead - loss_s
+            if net_s > most_s and (room := _room(tentative, waiting, group, size, keep)):
+                best, most_s = room, net_s
+    return best
+
+
+def _givers(tentative: ElasticGroups, waiting: Waiting, size: int, for_s: float) -> Iterator[Group]:
+    """Groups of one job, no more urgent, with so many GPUs at least and longer to train."""
+    for group in tentative.groups.values():
+        if (
+            len(group.gpus) >= size
+            and len(group.members) == 1
+            and group.members[0].job.priority <= waiting.job.priority
+            and group.last_end_s - tentative.now_s > for_s
+            and tentative.may_move(group)
+        ):
+            yield group
+
+
+def _loss(tentative: ElasticGroups, group: Group, size: int, for_s: float) -> tuple[float, int]:
+    """Seconds that a group loses, what a move must bring included, and the GPUs it keeps."""
+    member, cost = group.members[0], tentative.rules.cost
+    pause_s = cost.save_s([member.job]) + cost.pause_s((), group.gpus, [member.job])
+    paused_s = for_s + PAYS * pause_s
+    rest = len(group.gpus) - size
+    keep = 1 << (rest.bit_length() - 1) if rest else 0
+    rate = tentative.sizes(member.job).get(keep)
+    if rate is None:
+        return paused_s, 0
+    slower_s = for_s * (1 - rate / member.tokens_per_s) + (PAYS + 1) * pause_s
+    return min((paused_s, 0), (slower_s, keep))
+
+
+def _room(
+    tentative: ElasticGroups, waiting: Waiting, group: Group, size: int, keep: int
+) -> Room | None:
+    """The room that a group gives; None if a bound or a paused job forbids it."""
+    rest = None
+    gpus = group.gpus[-size:] if keep else group.gpus[:size]
+    own = tentative.propose(Parts(joining=(waiting,)), gpus)
+    if own is None:
+        return None
+    saved_s = tentative.rules.cost.save_s([group.members[0].job])
+    end_s = own.group.last_end_s + saved_s + _ROUNDING_S
+    if keep:
+        rest = tentative.propose(tentative.parts_of(group), group.gpus[:keep], group)
+        if rest is None or end_s > tentative.needed_s(gpus):
+            return None
+        return Room(group, rest, waiting, gpus)
+    back_by_s = min(pause.back_by_s for pause in tentative.pauses_of(group).values())
+    return None if end_s > back_by_s else Room(group, None, waiting, gpus)
+
+
+def oust(tentative: ElasticGroups, order: Sequence[Waiting]) -> None:
+    """Starts jobs on GPUs of groups whose jobs are all less urgent, and which are paused for it.
+
+    Neither bounds nor claims of less urgent jobs stand in the way.
+    """
+    levels = {min(m.job.priority for m in group.members) for group in tentative.groups.values()}
+    urgent = [w for w in order if w.job.priority > min(levels, default=math.inf)]
+    for waiting in urgent[:_MOST_TRIED]:
+        if not waiting.job.is_open and tentative.within_quota(waiting):
+            _oust_for(tentative, waiting)
+
+
+def _oust_for(tentative: ElasticGroups, waiting: Waiting) -> None:
+    givers = [
+        group
+        for group in tentative.groups.values()
+        if max(m.job.priority for m in group.members) < waiting.job.priority
+        and tentative.may_move(group, urgent=True)
+    ]
+    givers.sort(key=lambda g: (max(m.job.priority for m in g.members), -g.last_end_s, g.number))
+    for size in tentative.by_cost(waiting, 0):
+        free, taken = tentative.free.copy(), 0
+        while (gpus := free.find(size)) is None and taken < len(givers):
+            free.give(givers[taken].gpus)
+            taken += 1
+        own = None if gpus is None else tentative.propose(Parts(joining=(waiting,)), gpus)
+        if gpus is None or own is None:
+            continue
+        for group in givers[:taken]:
+            if not set(group.gpus).isdisjoint(gpus):
+                tentative.pause(group)
+        again = tentative.propose(own.parts, gpus)  # after the others' states are saved
+        assert again is not None, "room was made for the job"
+        tentative.accept(again)
+        return
