@@ -122,6 +122,31 @@ def paused(
     )
 
 
+def up_to_date(
+    group: Group,
+    left: Mapping[int, float],
+    jobs: Mapping[int, Job],
+    by_kind: Mapping[int, float],
+    now_s: float,
+) -> Group:
+    """A running group with its members' work left and prices as they are known now, by job.
+
+    A deadline moves with the time that the job takes alone. One that is missed moves to the end
+    that is expected: nothing may delay the job further.
+    """
+    members = []
+    for member in group.members:
+        job = jobs[member.job.index]
+        rate = by_kind.get(job.kind, member.tokens_per_s)
+        deadline_s = member.deadline_s
+        if not job.is_open:
+            deadline_s += job.max_slowdown * (job.isolated_s - member.job.isolated_s)
+        known = replace(member, job=job, tokens_per_s=rate, tokens_left=left[job.index])
+        end_s = now_s + known.tokens_left / rate
+        members.append(replace(known, deadline_s=max(deadline_s, end_s)))
+    return replace(group, members=tuple(members), ready_s=now_s)
+
+
 def speeds_in_bounds(jobs: list[Job], by_kind: Mapping[int, float]) -> bool:
     """True if each job, by the speed of its kind, is at least as fast as its bound demands."""
     return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)

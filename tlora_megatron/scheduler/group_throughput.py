@@ -80,6 +80,10 @@ class Speeds:
     def load_of(self, kind: int) -> JobLoad:
         return self._loads[kind][1]
 
+    def predicted(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
+        """Rates as the model has them, whatever was measured."""
+        return Speeds.rates(self, kinds, num_gpus)
+
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group on `num_gpus` GPUs, or None if it does not fit into their memory."""
         key = (kinds, num_gpus)
@@ -241,6 +245,14 @@ class CalibratedSpeeds(Speeds):
         self._scaled: dict[tuple[Kinds, int], GroupRates | None] = {}
         self._fastest: dict[tuple[str, int], float] = {}
         self._of_bases: dict[tuple[str, int], float] = {}
+        self._doubted: float | None = None
+
+    @classmethod
+    def beside(cls, known: Speeds) -> CalibratedSpeeds:
+        """Speeds of the same kinds by the same models, which nothing has corrected yet."""
+        found = cls(known._models)
+        found._kinds, found._loads, found._memo = known._kinds, known._loads, known._memo
+        return found
 
     def measured(
         self, kinds: Kinds, num_gpus: int, tokens_per_s: float, rounds: int
@@ -262,6 +274,7 @@ class CalibratedSpeeds(Speeds):
         self._residual.clear()
         self._sizes.clear()
         self._knees.clear()
+        self._doubted = None
         if abs(self.factor(*mix) / before - 1) < _DRIFT:
             return None
         self.version += 1
@@ -295,7 +308,24 @@ class CalibratedSpeeds(Speeds):
         own = self._by_mix.get((kinds, num_gpus))
         if own is not None and own.used is not None:
             return own.used
-        return self._of_base(self.base_of(kinds[0]), num_gpus)
+        shared = self._of_base(self.base_of(kinds[0]), num_gpus)
+        return shared * (1 - self._doubt()) if len(kinds) > 1 else shared
+
+    def _doubt(self) -> float:
+        """How far measured speeds lie from what their bases' factors say: 9 of 10 lie nearer.
+
+        A group that nobody has measured is taken to be so much slower, so that its bounds hold.
+        """
+        if self._doubted is None:
+            known = self._by_mix.items()
+            errors = sorted(
+                abs(own.used / self._of_base(self.base_of(kinds[0]), size) - 1)
+                for (kinds, size), own in known
+                if own.used
+            )
+            enough = len(errors) >= _LEAST_REPORTS
+            self._doubted = errors[int(0.9 * len(errors))] if enough else 0.0
+        return min(self._doubted, 1 - _LEAST_FACTOR)
 
     def _of_base(self, base: str, num_gpus: int) -> float:
         """The factor of a base model on as many GPUs, or on the nearest number that was tried."""

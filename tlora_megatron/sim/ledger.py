@@ -102,10 +102,10 @@ class Ledger:
         """Records that a failure loses trained tokens of a job."""
         self._lost[index] = self._lost.get(index, 0.0) + tokens
 
-    def finish(self, member: Member, now_s: float) -> None:
-        """Records that a job has trained all its tokens."""
+    def finish(self, member: Member, now_s: float, alone_s: float) -> None:
+        """Records that a job has trained all its tokens, which alone takes it `alone_s`."""
         job = member.job
-        slowdown = (now_s - member.started_s) / job.isolated_s
+        slowdown = (now_s - member.started_s) / alone_s
         done = self._trained[job.index] - self._lost.get(job.index, 0.0)
         require(
             math.isclose(done, job.tokens, rel_tol=1e-6, abs_tol=1e-3),

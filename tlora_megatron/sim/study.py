@@ -18,7 +18,7 @@ from tlora_megatron.config.reader import must
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.search import GroupModel
-from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds, Speeds
 from tlora_megatron.scheduler.policy import ClusterShape, Policy, RegroupCost, Rules
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
 from tlora_megatron.scheduler.registry import make_policy
@@ -29,6 +29,7 @@ from tlora_megatron.sim.cluster import (
     Faults,
     Kind,
     SimulatedFleet,
+    Truth,
     draw_faults,
 )
 from tlora_megatron.sim.ledger import Ledger, Summary, summarise
@@ -51,6 +52,7 @@ class Simulator:
         cost: RegroupCost,
         faults: Faults,
         quotas: Mapping[str, int],
+        truth: Truth | None = None,
         on_progress: Callable[[float], None] | None = None,
     ) -> None:
         """Prepares a run.
@@ -58,6 +60,7 @@ class Simulator:
         Args:
             jobs: in order of submission; `Job.index` is the place in the list.
             speeds: the same object that the policy asks.
+            truth: how far they are wrong; None: they are right.
             on_progress: called from time to time with the share of the jobs that have ended.
         """
         self._jobs = jobs
@@ -69,13 +72,15 @@ class Simulator:
         self.longest_decide_s = 0.0
         """CPU time of the longest call of `decide`."""
         self._queue = WaitingQueue()
-        self._ledger = Ledger(policy.keeps_bounds)
+        self._truth = truth
+        self._ledger = Ledger(policy.keeps_bounds and truth is None)
         self._fleet = SimulatedFleet(
             shape=shape,
             speeds=speeds,
             faults=faults,
             quotas=quotas,
             ledger=self._ledger,
+            truth=truth,
         )
 
     def run(self) -> Ledger:
@@ -121,16 +126,18 @@ class Simulator:
         group = self._fleet.cluster.groups.get(number)
         if group is None:
             return False
+        true = self._fleet.true(number)
         stopping = [
-            m for m in group.members if self._fleet.stop_s(group, m) <= now_s + _SAME_MOMENT_S
+            m for m in true.members if self._fleet.stop_s(true, m) <= now_s + _SAME_MOMENT_S
         ]
+        group = self._fleet.refresh(group, now_s)
         self._fleet.close(group, now_s)
         for member in stopping:
             self._fleet.leave(member.job)
             if member.job.index in self._faults.fails_after_tokens:
                 self._ledger.drop(member.job, "failed", now_s)
             else:
-                self._ledger.finish(member, now_s)
+                self._ledger.finish(member, now_s, self._alone_s(member.job))
         self._fleet.carry_on(group, stopping, now_s)
         return True
 
@@ -141,6 +148,7 @@ class Simulator:
                 self._fleet.discharge(job)
             self._fleet.changes.arrived.discard(index)
         elif (group := self._fleet.group_of(index)) is not None:
+            group = self._fleet.refresh(group, now_s)
             member = next(m for m in group.members if m.job.index == index)
             self._fleet.close(group, now_s)
             self._fleet.leave(job)
@@ -154,6 +162,7 @@ class Simulator:
         state = self._fleet.cluster
         gone = set(state.shape.gpus_of(node))
         for group in [g for g in state.groups.values() if not gone.isdisjoint(g.gpus)]:
+            group = self._fleet.true(group.number)
             self._fleet.close(group, now_s)
             for member in group.members:
                 self._fleet.leave(member.job)
@@ -183,17 +192,33 @@ class Simulator:
         self._fleet.node_up(node)
         return True
 
+    def _report(self, number: int, now_s: float) -> bool:
+        if not self._fleet.report(number, now_s):
+            return False
+        for job in [job for job in self._jobs if job.index in self._queue]:
+            waiting = self._queue.remove(job.index)
+            self._queue.add(replace(waiting, job=self._fleet.priced(waiting.job)))
+        return True
+
+    def _alone_s(self, job: Job) -> float:
+        job = self._jobs[job.index]
+        return job.isolated_s if self._truth is None else self._truth.alone_s(job, self._speeds)
+
     _HANDLERS: Mapping[int, Callable[[Simulator, int, float], bool]] = {
         Kind.GROUP: _group_event,
         Kind.NODE_UP: _node_up,
         Kind.NODE_DOWN: _node_down,
         Kind.CANCEL: _cancel,
         Kind.ARRIVAL: _arrive,
+        Kind.REPORT: _report,
     }
 
     # Decisions
 
     def _decide(self, now_s: float) -> None:
+        if self._truth:
+            for group in list(self._fleet.cluster.groups.values()):
+                self._fleet.refresh(group, now_s)
         begin = time.process_time()
         self._fleet.end_late_pauses(self._queue, now_s)
         changes = self._fleet.changes.take()
@@ -205,7 +230,7 @@ class Simulator:
                 self._queue,
                 now_s=now_s,
                 cost=self._cost,
-                keeps_bounds=self._policy.keeps_bounds,
+                keeps_bounds=self._policy.keeps_bounds and self._truth is None,
             )
 
 
@@ -216,6 +241,8 @@ class Options:
     max_slowdown: float | None = None
     """Bound on every job's slowdown; None: the mix's bound."""
     faults: FaultRates = field(default_factory=FaultRates)
+    speed_error: float = 0.0
+    """Share by which speeds may differ from the planner's; policies correct it by what they see."""
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the policies' `Rules` that are not as usual."""
 
@@ -254,7 +281,8 @@ class Study:
         self.profile = profile
         shape = cluster.shape
         self.trace = shaped(trace, options.shape, shape.num_gpus, options.seed)
-        self.speeds = Speeds({name: GroupModel(spec, profile) for name, spec in specs.items()})
+        self._models = {name: GroupModel(spec, profile) for name, spec in specs.items()}
+        self.speeds = Speeds(self._models)
         bound = options.max_slowdown
         self.jobs = make_jobs(self.trace, mix, specs, self.speeds, options.seed, bound)
         self._faults = draw_faults(options.faults, self.jobs, shape.num_nodes, options.seed)
@@ -289,11 +317,15 @@ class Study:
 
     def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
         """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""
+        error, speeds = self.options.speed_error, self.speeds
+        if error:
+            speeds = CalibratedSpeeds.beside(speeds)
         simulator = Simulator(
             jobs=self.jobs,
             shape=self.cluster.shape,
-            policy=make_policy(policy, self.speeds, self._rules),
-            speeds=self.speeds,
+            policy=make_policy(policy, speeds, self._rules),
+            speeds=speeds,
+            truth=Truth(error=error, seed=self.options.seed) if error else None,
             cost=self._rules.cost,
             faults=self._faults,
             quotas={quota.tenant: quota.gpus for quota in self.cluster.quotas},

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed
+from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed, up_to_date
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.policy import NO_COST, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
@@ -288,25 +288,11 @@ class SchedulerState:
         """Sets a running group's work left to what its jobs reported."""
         if now_s < group.ready_s:
             return
-        rates = self._rates(Parts.of(group), len(group.gpus))
-        members = []
-        for member in group.members:
-            live = self.numbers[member.job.index]
-            job = live.priced or member.job
-            rate = rates.by_kind.get(job.kind, member.tokens_per_s)
-            left = job.tokens * live.share_left
-            members.append(
-                replace(
-                    member,
-                    job=job,
-                    tokens_per_s=rate,
-                    tokens_left=left,
-                    deadline_s=job.deadline_s(member.started_s, now_s + left / rate),
-                )
-            )
-        self.fleet.cluster.groups[group.number] = replace(
-            group, members=tuple(members), ready_s=now_s
-        )
+        lives = {member.job.index: self.numbers[member.job.index] for member in group.members}
+        jobs = {m.job.index: lives[m.job.index].priced or m.job for m in group.members}
+        left = {index: job.tokens * lives[index].share_left for index, job in jobs.items()}
+        by_kind = self._rates(Parts.of(group), len(group.gpus)).by_kind
+        self.fleet.cluster.groups[group.number] = up_to_date(group, left, jobs, by_kind, now_s)
 
     def reprice(self, now_s: float) -> None:
         """Prices all jobs again, after measured speeds have moved away from those in use."""
