@@ -152,9 +152,18 @@ def speeds_in_bounds(jobs: list[Job], by_kind: Mapping[int, float]) -> bool:
     return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)
 
 
-def ends_in_bounds(group: Group) -> bool:
-    """True if each member meets its deadline provided that nothing changes; pauses are included."""
-    return all(group.end_s(m) <= m.deadline_s * (1 + _TOLERANCE) + 1e-6 for m in group.members)
+def ends_in_bounds(group: Group, doubt: float = 0.0, fresh: Collection[int] = ()) -> bool:
+    """True if each member meets its deadline provided that nothing changes; pauses are included.
+
+    `doubt` is the share by which it may be slower than its speed, except those that begin now.
+    """
+    for m in group.members:
+        late_s = 0.0
+        if doubt and m.job.index not in fresh:
+            late_s = doubt / (1 - doubt) * (group.end_s(m) - group.ready_s)
+        if group.end_s(m) + late_s > m.deadline_s * (1 + _TOLERANCE) + 1e-6:
+            return False
+    return True
 
 
 class InvariantError(RuntimeError):

@@ -80,6 +80,13 @@ class Speeds:
     def load_of(self, kind: int) -> JobLoad:
         return self._loads[kind][1]
 
+    def doubt(self, kinds: Kinds, num_gpus: int) -> float:
+        """Share by which the speed of a group may be less than its rates say; bounds allow for it.
+
+        0 for a model that nothing has corrected, and for a group that has been measured.
+        """
+        return 0.0
+
     def predicted(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates as the model has them, whatever was measured."""
         return Speeds.rates(self, kinds, num_gpus)
@@ -204,6 +211,8 @@ _MOST_REPORTS = 50
 _MOST_BASE_REPORTS = 200
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 """Beyond these the measurement is more likely to be wrong than the model."""
+_MOST_DOUBT = 0.2
+"""With more, no job could be slowed: a bound is 1.5 as a rule."""
 _DRIFT = 0.15
 """Relative change of a factor from which it replaces the one in use."""
 
@@ -308,14 +317,13 @@ class CalibratedSpeeds(Speeds):
         own = self._by_mix.get((kinds, num_gpus))
         if own is not None and own.used is not None:
             return own.used
-        shared = self._of_base(self.base_of(kinds[0]), num_gpus)
-        return shared * (1 - self._doubt()) if len(kinds) > 1 else shared
+        return self._of_base(self.base_of(kinds[0]), num_gpus)
 
-    def _doubt(self) -> float:
-        """How far measured speeds lie from what their bases' factors say: 9 of 10 lie nearer.
-
-        A group that nobody has measured is taken to be so much slower, so that its bounds hold.
-        """
+    def doubt(self, kinds: Kinds, num_gpus: int) -> float:
+        """How far measured speeds lie from what their bases' factors say: 9 of 10 lie nearer."""
+        own = self._by_mix.get((kinds, num_gpus))
+        if own is not None and own.used is not None:
+            return 0.0
         if self._doubted is None:
             known = self._by_mix.items()
             errors = sorted(
@@ -325,7 +333,8 @@ class CalibratedSpeeds(Speeds):
             )
             enough = len(errors) >= _LEAST_REPORTS
             self._doubted = errors[int(0.9 * len(errors))] if enough else 0.0
-        return min(self._doubted, 1 - _LEAST_FACTOR)
+            self._doubted = min(self._doubted, _MOST_DOUBT)
+        return self._doubted
 
     def _of_base(self, base: str, num_gpus: int) -> float:
         """The factor of a base model on as many GPUs, or on the nearest number that was tried."""

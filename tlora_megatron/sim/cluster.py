@@ -120,11 +120,11 @@ class Truth:
         parts = 0.4 * of_mix + 0.2 * of_gpus + 0.2 * self._drawn(job.index) + 0.2 * drift
         return 1 + self.error * parts
 
-    def alone_s(self, job: Job, speeds: Speeds) -> float:
-        """Time that a job takes alone, but for the drift."""
+    def alone_s(self, job: Job, speeds: Speeds, start_s: float) -> float:
+        """Time that a job takes alone if it starts then."""
         rates = speeds.predicted((job.kind,), job.num_gpus)
         assert rates is not None, "a job has memory on the GPUs that it asks for"
-        return job.tokens / rates.total / self.factor(job, (job.kind,), job.num_gpus, 0.0)
+        return job.tokens / rates.total / self.factor(job, (job.kind,), job.num_gpus, start_s)
 
     def group(self, group: Group, speeds: Speeds) -> Group:
         """The group at its true speeds."""

@@ -137,7 +137,7 @@ class Simulator:
             if member.job.index in self._faults.fails_after_tokens:
                 self._ledger.drop(member.job, "failed", now_s)
             else:
-                self._ledger.finish(member, now_s, self._alone_s(member.job))
+                self._ledger.finish(member, now_s, self._alone_s(member))
         self._fleet.carry_on(group, stopping, now_s)
         return True
 
@@ -200,9 +200,11 @@ class Simulator:
             self._queue.add(replace(waiting, job=self._fleet.priced(waiting.job)))
         return True
 
-    def _alone_s(self, job: Job) -> float:
-        job = self._jobs[job.index]
-        return job.isolated_s if self._truth is None else self._truth.alone_s(job, self._speeds)
+    def _alone_s(self, member: Member) -> float:
+        job = self._jobs[member.job.index]
+        if self._truth is None:
+            return job.isolated_s
+        return self._truth.alone_s(job, self._speeds, member.started_s)
 
     _HANDLERS: Mapping[int, Callable[[Simulator, int, float], bool]] = {
         Kind.GROUP: _group_event,

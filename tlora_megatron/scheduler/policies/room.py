@@ -165,6 +165,9 @@ def _room(
         return None
     saved_s = tentative.rules.cost.save_s([group.members[0].job])
     end_s = own.group.last_end_s + saved_s + _ROUNDING_S
+    doubt, now_s = tentative.speeds.doubt, tentative.now_s
+    end_s += doubt((waiting.job.kind,), size) * (own.group.last_end_s - now_s)
+    end_s += doubt(group.kinds, len(group.gpus)) * (group.last_end_s - now_s)
     if keep:
         rest = tentative.propose(tentative.parts_of(group), group.gpus[:keep], group)
         if rest is None or end_s > tentative.needed_s(gpus):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.fleet import Parts, ends_in_bounds, formed, paused, speeds_in_bounds
-from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
+from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds, Speeds
 from tlora_megatron.scheduler.policy import (
     Changes,
     ClusterState,
@@ -139,7 +139,7 @@ class TentativeGroups:
             if len(self._mixes) > self._most_mixes:
                 return None
         rates = self.speeds.rates(kinds, len(gpus))
-        if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates.by_kind)):
+        if rates is None or (keep_bounds and not self._are_fast(jobs, kinds, len(gpus), rates)):
             return None
         group = formed(
             parts,
@@ -150,13 +150,27 @@ class TentativeGroups:
             number=-1 - self._new if host is None else host.number,
             vacated_s=self._vacated_s,
         )
-        if keep_bounds and not ends_in_bounds(group):
+        doubt = self.speeds.doubt(kinds, len(gpus))
+        fresh = [waiting.job.index for waiting in parts.joining if waiting.pause is None]
+        if keep_bounds and not ends_in_bounds(group, doubt, fresh):
             return None
         own = [waiting.job.index for waiting in parts.joining]
         level = min([waiting.job.priority for waiting in parts.joining], default=-math.inf)
         if group.last_end_s > self.needed_s(gpus, own, level):
             return None
         return Proposal(group=group, parts=parts)
+
+    def _are_fast(self, jobs: list[Job], kinds: Kinds, num_gpus: int, rates: GroupRates) -> bool:
+        """True if each job is as fast as its bound demands, though speeds may be wrong."""
+        doubt = self.speeds.doubt
+        slower = 1 - doubt(kinds, num_gpus)
+        least = {}
+        for job in jobs:
+            if len(jobs) == 1 and job.num_gpus == num_gpus:
+                continue  # alone as asked it is as fast as it can be
+            alone = 1 + doubt((job.kind,), job.num_gpus)
+            least[job.kind] = rates.by_kind[job.kind] * slower / alone
+        return speeds_in_bounds([job for job in jobs if job.kind in least], least)
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
         """True if the merge trains enough more tokens, or those who come are driven."""
