@@ -64,20 +64,20 @@ _ROUNDING_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """GPUs that a running group gives to a waiting job."""
+    """GPUs that running groups give to a waiting job."""
 
-    group: Group
+    groups: tuple[Group, ...]
     rest: Proposal | None
-    """The group on the GPUs that it keeps; None = its job is paused."""
+    """The only group on the GPUs that it keeps; None = all their jobs are paused."""
     waiting: Waiting
     gpus: tuple[int, ...]
 
     def take(self, tentative: ElasticGroups) -> None:
-        """Shrinks or pauses the group, and starts the job."""
-        if self.rest is None:
-            tentative.pause(self.group)
-        else:
-            tentative.accept(self.rest, (self.group,))
+        """Shrinks or pauses the groups, and starts the job."""
+        if self.rest is not None:
+            tentative.accept(self.rest, self.groups)
+        for group in self.groups if self.rest is None else ():
+            tentative.pause(group)
         own = tentative.propose(Parts(joining=(self.waiting,)), self.gpus)
         assert own is not None, "room was found for the job"
         tentative.accept(own)
@@ -122,9 +122,36 @@ def _best(
             loss_s, keep = _loss(tentative, group, size, own_s)
             ahead = waiting.job.priority - group.members[0].job.priority
             net_s = (end_s - own_s) * _A_LEVEL**ahead - loss_s
-            if net_s > most_s and (room := _room(tentative, waiting, group, size, keep)):
+            gpus = group.gpus[-size:] if keep else group.gpus[:size]
+            if net_s > most_s and (room := _room(tentative, waiting, (group,), gpus, keep)):
                 best, most_s = room, net_s
+        if own_s < end_s and best is None and 1 < size <= tentative.shape.gpus_per_node:
+            best, most_s = _of_a_node(tentative, waiting, size, own_s, end_s - own_s)
     return best
+
+
+def _of_a_node(
+    tentative: ElasticGroups, waiting: Waiting, size: int, own_s: float, gain_s: float
+) -> tuple[Room | None, float]:
+    """The room that groups of one node give together, and the seconds that it brings."""
+    best, most_s = None, 0.0
+    nodes: dict[int, list[Group]] = {}
+    for group in _givers(tentative, waiting, 1, own_s):
+        if tentative.shape.tier(group.gpus) == 0:
+            nodes.setdefault(group.gpus[0] // tentative.shape.gpus_per_node, []).append(group)
+    for node, groups in nodes.items():
+        gpus, paused, net_s = list(tentative.free.in_node(node)), [], gain_s
+        for group in sorted(groups, key=lambda group: (-len(group.gpus), -group.last_end_s)):
+            if len(gpus) < size:
+                ahead = waiting.job.priority - group.members[0].job.priority
+                net_s -= _loss(tentative, group, len(group.gpus), own_s)[0] / _A_LEVEL**ahead
+                gpus += group.gpus
+                paused.append(group)
+        if len(gpus) < size or not paused or net_s <= most_s:
+            continue
+        if room := _room(tentative, waiting, tuple(paused), tuple(sorted(gpus[-size:]))):
+            best, most_s = room, net_s
+    return best, most_s
 
 
 def _givers(tentative: ElasticGroups, waiting: Waiting, size: int, for_s: float) -> Iterator[Group]:
@@ -155,26 +182,32 @@ def _loss(tentative: ElasticGroups, group: Group, size: int, for_s: float) -> tu
 
 
 def _room(
-    tentative: ElasticGroups, waiting: Waiting, group: Group, size: int, keep: int
+    tentative: ElasticGroups,
+    waiting: Waiting,
+    groups: tuple[Group, ...],
+    gpus: tuple[int, ...],
+    keep: int = 0,
 ) -> Room | None:
-    """The room that a group gives; None if a bound or a paused job forbids it."""
-    rest = None
-    gpus = group.gpus[-size:] if keep else group.gpus[:size]
+    """The room that groups of one job each give; None if a bound or a paused job forbids it."""
     own = tentative.propose(Parts(joining=(waiting,)), gpus)
     if own is None:
         return None
-    saved_s = tentative.rules.cost.save_s([group.members[0].job])
-    end_s = own.group.last_end_s + saved_s + _ROUNDING_S
     doubt, now_s = tentative.speeds.doubt, tentative.now_s
-    end_s += doubt((waiting.job.kind,), size) * (own.group.last_end_s - now_s)
-    end_s += doubt(group.kinds, len(group.gpus)) * (group.last_end_s - now_s)
+    end_s = own.group.last_end_s + _ROUNDING_S
+    end_s += max(tentative.rules.cost.save_s([group.members[0].job]) for group in groups)
+    end_s += doubt((waiting.job.kind,), len(gpus)) * (own.group.last_end_s - now_s)
+    if end_s > tentative.needed_s(gpus):
+        return None
     if keep:
+        (group,) = groups
         rest = tentative.propose(tentative.parts_of(group), group.gpus[:keep], group)
-        if rest is None or end_s > tentative.needed_s(gpus):
+        return None if rest is None else Room(groups, rest, waiting, gpus)
+    for group in groups:
+        late_s = doubt(group.kinds, len(group.gpus)) * (group.last_end_s - now_s)
+        back_by_s = min(pause.back_by_s for pause in tentative.pauses_of(group).values())
+        if end_s + late_s > back_by_s:
             return None
-        return Room(group, rest, waiting, gpus)
-    back_by_s = min(pause.back_by_s for pause in tentative.pauses_of(group).values())
-    return None if end_s > back_by_s else Room(group, None, waiting, gpus)
+    return Room(groups, None, waiting, gpus)
 
 
 def oust(tentative: ElasticGroups, order: Sequence[Waiting]) -> None:
