@@ -180,6 +180,8 @@ class Summary:
     """Mean number of jobs in the group of a held GPU, over time."""
     lost_tokens: float
     """Tokens that were trained and then lost when nodes failed."""
+    gpu_hours: float
+    """Hours that groups held GPUs, over the whole run: what is paid for."""
     window_s: float
     """Measured time: first to last submission, or the whole run if the mean job takes longer."""
 
@@ -230,6 +232,7 @@ def summarise(
         mean_slowdown=mean(slowdowns),
         mean_group_size=_ratio(math.fsum(weighted_s), gpu_s),
         lost_tokens=math.fsum(record.lost_tokens for record in records),
+        gpu_hours=math.fsum(len(s.gpus) * (s.end_s - s.begin_s) for s in segments) / 3600,
         window_s=window,
     )
 
