@@ -61,6 +61,13 @@ def test_no_claim_of_a_less_urgent_job_keeps_an_urgent_one_waiting() -> None:
     assert world.ends("tlora_elastic") == [1000, 1005]  # and none waits for a less urgent one
 
 
+def test_jobs_of_a_node_make_room_together() -> None:
+    """Two jobs of one GPU each, and one that needs both, for the twentieth part of their time."""
+    world = World(job(0, 1000, batch=10), job(0, 1000, batch=10), gpus_per_node=2)
+    world.add(10, 50, batch=20, num_gpus=2, base="other", max_slowdown=1.2)
+    assert world.ends("tlora_elastic") == [1050, 1050, 60]
+
+
 def test_no_bound_is_broken_by_a_pause() -> None:
     assert _long_and_short(max_slowdown=1.0).ends("tlora_elastic") == [1000, 1005]
 
