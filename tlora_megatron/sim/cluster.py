@@ -57,6 +57,12 @@ class FaultRates:
         default=600.0,
         gt=0,
     )
+    speed_error: float = rule(
+        "share by which speeds may differ from the planner's; policies see them reported",
+        default=0.0,
+        ge=0,
+        le=0.5,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

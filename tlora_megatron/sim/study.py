@@ -243,8 +243,6 @@ class Options:
     max_slowdown: float | None = None
     """Bound on every job's slowdown; None: the mix's bound."""
     faults: FaultRates = field(default_factory=FaultRates)
-    speed_error: float = 0.0
-    """Share by which speeds may differ from the planner's; policies correct it by what they see."""
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the policies' `Rules` that are not as usual."""
 
@@ -319,7 +317,7 @@ class Study:
 
     def run(self, policy: str, on_progress: Callable[[float], None] | None = None) -> PolicyRun:
         """Replays the trace under a policy; raises `ValueError` or `InvariantError`."""
-        error, speeds = self.options.speed_error, self.speeds
+        error, speeds = self.options.faults.speed_error, self.speeds
         if error:
             speeds = CalibratedSpeeds.beside(speeds)
         simulator = Simulator(
