@@ -130,6 +130,7 @@ class Speeds:
         self.sizes(kind, most)
         for power in range(min(most, _LARGEST_FULL).bit_length()):
             self.full_speed(kind, 1 << power)
+            self.knee(kind, 1 << power)
 
     def sizes(self, kind: int, most: int) -> Mapping[int, float]:
         """Numbers of GPUs worth holding, with its speed on them: powers of two, each 2 % faster."""
