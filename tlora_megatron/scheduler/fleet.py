@@ -184,8 +184,6 @@ class Fleet:
     ) -> None:
         self.cluster = ClusterState(shape=shape, free=FreeGpus.all_of(shape), quotas=quotas or {})
         self.changes = Changes()
-        self.bounds_lost = 0
-        """Pauses after which a job could not come back in time."""
         self._speeds = speeds
         self._down: set[int] = set()
         self._where: dict[int, int] = {}
@@ -360,16 +358,15 @@ class Fleet:
 
     def _end_ousted(self, queue: WaitingQueue, groups: Sequence[Group]) -> None:
         """Ends claims to GPUs that new groups of more urgent jobs do not give back in time."""
-        for waiting in queue.paused():
-            pause, level = waiting.pause, waiting.job.priority
-            for group in groups if pause else ():
-                if (
-                    group.last_end_s > pause.back_by_s + _LATE_S
-                    and max(m.job.priority for m in group.members) > level
-                    and not set(group.gpus).isdisjoint(pause.gpus)
-                ):
+        for group in groups:
+            level = max(member.job.priority for member in group.members)
+            for waiting in queue.paused():
+                pause = waiting.pause
+                if pause is None or waiting.job.priority >= level:
+                    continue
+                late = group.last_end_s > pause.back_by_s + _LATE_S
+                if late and not set(group.gpus).isdisjoint(pause.gpus):
                     self._end_claim(queue, waiting)
-                    break
 
     def _end_claim(self, queue: WaitingQueue, waiting: Waiting) -> None:
         queue.remove(waiting.job.index)
@@ -377,7 +374,6 @@ class Fleet:
         self.discharge(waiting.job)
         self.changes.arrived.add(waiting.job.index)
         self.changes.freed = True  # others may have the GPUs that were kept for it
-        self.bounds_lost += 1
 
     def node_down(self, node: int) -> None:
         """Withdraws the GPUs of a failed node; no group may hold them."""

@@ -180,10 +180,15 @@ class Summary:
     """Mean number of jobs in the group of a held GPU, over time."""
     lost_tokens: float
     """Tokens that were trained and then lost when nodes failed."""
+    bounds_missed: int
+    """Jobs that ended later after their submission than bound x time alone: waiting counts."""
     gpu_hours: float
     """Hours that groups held GPUs, over the whole run: what is paid for."""
     window_s: float
     """Measured time: first to last submission, or the whole run if the mean job takes longer."""
+
+
+_SLACK = 1 + 1e-9
 
 
 def summarise(
@@ -232,6 +237,9 @@ def summarise(
         mean_slowdown=mean(slowdowns),
         mean_group_size=_ratio(math.fsum(weighted_s), gpu_s),
         lost_tokens=math.fsum(record.lost_tokens for record in records),
+        bounds_missed=sum(
+            r.jct_s > _SLACK * r.job.max_slowdown * r.job.isolated_s for r in finished
+        ),
         gpu_hours=math.fsum(len(s.gpus) * (s.end_s - s.begin_s) for s in segments) / 3600,
         window_s=window,
     )

@@ -194,6 +194,7 @@ def test_summary_by_hand() -> None:
     assert summary.gpu_utilisation == 150000 * 2 / (2 * 100 * 4000)
     assert summary.gpu_allocation == 150 / 200
     assert summary.gpu_hours * 3600 == 250
+    assert summary.bounds_missed == 0
     assert (summary.max_slowdown, summary.jobs_finished) == (1, 3)
     line = time_line(ledger.records, ledger.segments, until_s=150, bins=3)
     assert line.busy_gpus == (1, 2, 2)
