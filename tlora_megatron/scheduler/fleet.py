@@ -155,7 +155,7 @@ def speeds_in_bounds(jobs: list[Job], by_kind: Mapping[int, float]) -> bool:
 def ends_in_bounds(group: Group, doubt: float = 0.0, fresh: Collection[int] = ()) -> bool:
     """True if each member meets its deadline provided that nothing changes; pauses are included.
 
-    `doubt` is the share by which it may be slower than its speed, except those that begin now.
+    `doubt` is the share by which one may be slower than its speed; those in `fresh` are not.
     """
     for m in group.members:
         late_s = 0.0

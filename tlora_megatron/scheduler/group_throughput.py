@@ -321,21 +321,20 @@ class CalibratedSpeeds(Speeds):
         return self._of_base(self.base_of(kinds[0]), num_gpus)
 
     def doubt(self, kinds: Kinds, num_gpus: int) -> float:
-        """How far measured speeds lie from what their bases' factors say: 9 of 10 lie nearer."""
-        own = self._by_mix.get((kinds, num_gpus))
-        if own is not None and own.used is not None:
-            return 0.0
+        """How far measured speeds lie from what their bases' factors say: 9 of 10 lie nearer.
+
+        A third of it for a group that has been measured: its speed may drift.
+        """
         if self._doubted is None:
-            known = self._by_mix.items()
+            used = {mix: own.used for mix, own in self._by_mix.items() if own.used}
             errors = sorted(
-                abs(own.used / self._of_base(self.base_of(kinds[0]), size) - 1)
-                for (kinds, size), own in known
-                if own.used
+                abs(factor / self._of_base(self.base_of(mix[0]), size) - 1)
+                for (mix, size), factor in used.items()
             )
-            enough = len(errors) >= _LEAST_REPORTS
-            self._doubted = errors[int(0.9 * len(errors))] if enough else 0.0
-            self._doubted = min(self._doubted, _MOST_DOUBT)
-        return self._doubted
+            most = errors[int(0.9 * len(errors))] if len(errors) >= _LEAST_REPORTS else 0.0
+            self._doubted = min(most, _MOST_DOUBT)
+        own = self._by_mix.get((kinds, num_gpus))
+        return self._doubted / (3 if own is not None and own.used else 1)
 
     def _of_base(self, base: str, num_gpus: int) -> float:
         """The factor of a base model on as many GPUs, or on the nearest number that was tried."""

@@ -8,6 +8,7 @@ policy decides once. Between events every group trains at the speeds that the mo
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +40,8 @@ from tlora_megatron.sim.workload import JobMix, flops_per_token, make_jobs, weig
 _SAME_MOMENT_S = 1e-7
 """Members of a group that end within this time of each other end in one event."""
 _PROGRESS_EVERY = 500
+_LATE = -1
+"""In the place of a group's number: a paused job may be late now, though nothing else happens."""
 
 
 class Simulator:
@@ -193,6 +196,8 @@ class Simulator:
         return True
 
     def _report(self, number: int, now_s: float) -> bool:
+        if number == _LATE:
+            return True
         if not self._fleet.report(number, now_s):
             return False
         for job in [job for job in self._jobs if job.index in self._queue]:
@@ -234,6 +239,9 @@ class Simulator:
                 cost=self._cost,
                 keeps_bounds=self._policy.keeps_bounds and self._truth is None,
             )
+        back_by_s = self._queue.needed_s()
+        if self._truth and now_s <= back_by_s < math.inf:
+            self._fleet.push(back_by_s + 1.0, Kind.REPORT, _LATE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

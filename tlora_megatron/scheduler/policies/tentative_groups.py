@@ -151,10 +151,9 @@ class TentativeGroups:
             vacated_s=self._vacated_s,
         )
         doubt = self.speeds.doubt(kinds, len(gpus))
-        fresh = [waiting.job.index for waiting in parts.joining if waiting.pause is None]
-        if keep_bounds and not ends_in_bounds(group, doubt, fresh):
-            return None
         own = [waiting.job.index for waiting in parts.joining]
+        if keep_bounds and not ends_in_bounds(group, doubt, own):
+            return None
         level = min([waiting.job.priority for waiting in parts.joining], default=-math.inf)
         if group.last_end_s > self.needed_s(gpus, own, level):
             return None
