@@ -9,12 +9,16 @@ from pathlib import Path
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
-DATA = {"configs/hardware/*.json": "planner/profiles", "csrc/*": "csrc"}
+DATA = {
+    "configs/hardware/*.json": "planner/profiles",
+    "configs/chat_templates/*": "config/chat_templates",
+    "csrc/*": "csrc",
+}
 """Files outside the package, and the folder of the installed package that gets a copy."""
 
 
 class BuildWithData(build_py):
-    """Copies hardware profiles and CUDA sources into the package that is installed."""
+    """Copies profiles, chat templates and CUDA sources into the package that is installed."""
 
     def run(self) -> None:
         """Builds the package, and copies the data unless it is installed in place."""

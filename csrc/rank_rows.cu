@@ -88,24 +88,47 @@ __device__ void write(const Problem& p, const Item& item, int part, int parts, c
   const float scale = p.scaling[item.slot] / (1.f - dropout);
   const int warp = thread / 32, lane = thread % 32;
   auto* ext = static_cast<__nv_bfloat16*>(p.ext);
-  for (int q = part; q < N / 4; q += parts) {  // pairs of columns
-    const int column = q / 2 * 8 + lane % 4 * 2;
-    const int local = warp * 16 + lane / 4 + q % 2 * 8;
-    if (column >= item.count * kChunk) continue;
-    float two[2] = {0.f, 0.f};
-    for (int block = 0; block < parts; ++block)
-      for (int e = 0; e < 2; ++e) two[e] += load_from(sums + (2 * q + e) * kMultipliers + thread, block);
-    const int t = item.row + local;
-    const bool inside = item.owns(t);
-    const uint32_t packed = inside ? pack_pair(two[0] * scale, two[1] * scale) : 0;
-    if (inside)
-      *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.rows) + static_cast<int64_t>(t) * p.row_width +
-                                   item.rank_column + column) = packed;
-    const int chunk = p.chunks[item.first_chunk + column / kChunk];
-    uint16_t* to = reinterpret_cast<uint16_t*>(ext) +
-                   (static_cast<int64_t>(chunk) * kChunk + column % kChunk) * kTileRows + item.tile_column + local;
-    to[0] = static_cast<uint16_t>(packed);
-    to[kTileRows] = static_cast<uint16_t>(packed >> 16);
+  // Pairs of columns whose parts are read at once: one by one, each would wait.
+  constexpr int batch = N < 64 ? N / 8 : 8;
+  for (int first = part; first < N / 4; first += batch * parts) {
+    float two[batch][2] = {};
+    int chunks[batch];
+#pragma unroll
+    for (int j = 0; j < batch; ++j) {
+      const int chunk = (first + j * parts) / 4;
+      chunks[j] = chunk < item.count ? __ldg(p.chunks + item.first_chunk + chunk) : -1;
+    }
+    for (int block = 0; block < parts; ++block) {
+      float found[batch][2];
+#pragma unroll
+      for (int j = 0; j < batch; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float* at = sums + (2 * (first + j * parts) + e) * kMultipliers + thread;
+          found[j][e] = chunks[j] < 0 ? 0.f : load_from(at, block);
+        }
+#pragma unroll
+      for (int j = 0; j < batch; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) two[j][e] += found[j][e];
+    }
+#pragma unroll
+    for (int j = 0; j < batch; ++j) {
+      if (chunks[j] < 0) continue;
+      const int q = first + j * parts;
+      const int column = q / 2 * 8 + lane % 4 * 2;
+      const int local = warp * 16 + lane / 4 + q % 2 * 8;
+      const int t = item.row + local;
+      const bool inside = item.owns(t);
+      const uint32_t packed = inside ? pack_pair(two[j][0] * scale, two[j][1] * scale) : 0;
+      if (inside)
+        *reinterpret_cast<uint32_t*>(static_cast<__nv_bfloat16*>(p.rows) + static_cast<int64_t>(t) * p.row_width +
+                                     item.rank_column + column) = packed;
+      uint16_t* to = reinterpret_cast<uint16_t*>(ext) +
+                     (static_cast<int64_t>(chunks[j]) * kChunk + column % kChunk) * kTileRows + item.tile_column + local;
+      to[0] = static_cast<uint16_t>(packed);
+      to[kTileRows] = static_cast<uint16_t>(packed >> 16);
+    }
   }
 }
 
@@ -154,18 +177,18 @@ __device__ void multiply(const Problem& p, const Item& item, Range range, RankRi
 
 template <bool kDropout>
 __global__ void __launch_bounds__(kRankThreads, 2) rank_rows(const __grid_constant__ Problem p) {
+  RankRing& ring = rank_ring();
+  init_ring(ring);
   wait_for_previous();
   let_next_start();
   const int part = cluster_block(), parts = cluster_size();
   const int* at = p.items + static_cast<int64_t>(blockIdx.x / parts) * p.item_fields;
   if (at[0] < 0) return;
   const Item item(at);
-  RankRing& ring = rank_ring();
   const int thread = threadIdx.x;
   const int width = kernel_width(item.count);
   float* sums = reinterpret_cast<float*>(ring.bytes);
   if (item.any()) {
-    init_ring(ring);
     const Range range(p.depth[item.target], part, parts);
     const Place place(2 * kPanel + width * 128);  // rows beyond the chunks are read, and go nowhere
     if (thread < kMultipliers) {

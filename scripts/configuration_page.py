@@ -36,25 +36,31 @@ leave out what the trainer's own arguments decide.
   working directory.
 
 ## Lines of data
-A line of a data file is one of these:
+A data file holds JSON lines, one JSON array, or with `.[data]` a Parquet table; gzipped or not. A
+row is one of these:
 ```
 {"prompt": "What is 2 + 2? ", "completion": "4"}
 {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
 {"text": "all of it is learnt"}
+{"prompt": "What is 2 + 2? ", "chosen": "4", "rejected": "5"}
 ```
 - `prompt` and `completion` are tokenized apart, the prompt with the tokenizer's own special tokens.
-  The completion alone is learnt, with the end-of-sequence token that is appended to it: do not
-  write it.
-- `messages` are written by the tokenizer's chat template. What the assistant says is learnt, with
-  the end of turn behind it, but for answers with `"weight": 0`. Nothing is appended: a warning
-  tells when no token that stops generation ends an answer. A message may also have `name`,
-  `tool_calls`, `tool_call_id` and `reasoning_content` (`thinking`, `reasoning`); a line `tools` and
-  `chat_template_kwargs` for the template. Arguments of calls are objects, or JSON of objects.
+  The completion alone is learnt, with the end-of-sequence token that is appended to it.
+- `messages` are written by the chat template. What the assistant says is learnt with its end of
+  turn, but for answers with `"weight": 0`; a warning tells when no token that stops generation
+  ends an answer. Rows may have OpenAI's `tools` and calls, `reasoning_content` (`thinking`,
+  `reasoning`) and `chat_template_kwargs`; a call's arguments are an object, or JSON of one.
+- `chosen` and `rejected`, texts or messages, are the data of jobs with `preference`, by TRL's or
+  OpenAI's names; without a prompt, it is what both begin with. Only answers are learnt, by orpo's
+  cross entropy, too. Metrics have TRL's names.
 - `text` is learnt as a whole, with the tokenizer's own special tokens. Write an end-of-sequence
   token where a text should end.
+- Also chats: `prompt` and `completion` as lists of messages, of which the latter's answers are
+  learnt; ShareGPT's `conversations`; Alpaca's `instruction`, `input`, `output`.
 
-Any other key is an error with its line, as is everything in a chat that the template passes over.
-Keys that are null count as absent.
+Any other key is an error with its row, as is everything in a chat that the template passes over;
+null counts as absent. `tlora data check FILE --base DIR` shows what is learnt, `tlora data import
+ORG/NAME` fetches a data set.
 """
 
 _SECTIONS: tuple[tuple[str, type, str], ...] = (
@@ -91,6 +97,8 @@ def _rows(kind: Any, prefix: str) -> list[tuple[str, str, str, str]]:
             continue
         doc = item.metadata["doc"].replace("|", "\\|").replace("None", "null")
         rows.append((f"`{prefix}{item.name}`", _value(hint, item), _default(item), doc))
+        for option in filter(is_dataclass, get_args(hint)):
+            rows += _rows(option, f"{prefix}{item.name}.")
     return rows
 
 

@@ -49,7 +49,7 @@ _MISSING = re.compile(r"^needs (?!\d|two |four )|could not import|must name a Me
 """Reasons of skipped tests that say "this machine lacks a package or a checkout"."""
 _VERSIONS = (
     *("torch", "triton", "transformers", "peft", "megatron-core"),
-    *("transformer-engine", "deepspeed"),
+    *("transformer-engine", "deepspeed", "flash-attn-4"),
 )
 
 

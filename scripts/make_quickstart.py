@@ -22,7 +22,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from quickstart_tasks import JOBS, SKILLS, TRAIN_ROWS, Example, job_rows, skill_example
+from quickstart_tasks import (
+    EVAL_ROWS,
+    JOBS,
+    PAIRS,
+    SKILLS,
+    TRAIN_ROWS,
+    Example,
+    job_rows,
+    pair_rows,
+    skill_example,
+)
 from rich.console import Console
 from rich.table import Table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -54,11 +64,12 @@ CHAT_TEMPLATE = """\
 
 
 def write_jobs(folder: Path, seed: int) -> None:
-    """Writes `NAME_train.jsonl` and `NAME_eval.jsonl` of every job."""
+    """Writes `NAME_train.jsonl` and `NAME_eval.jsonl` of every job, and of pairs."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in JOBS:
-        rows = job_rows(name, seed)
-        for part, chosen in (("train", rows[:TRAIN_ROWS]), ("eval", rows[TRAIN_ROWS:])):
+    all_rows = {name: (job_rows(name, seed), TRAIN_ROWS) for name in JOBS}
+    all_rows["pairs"] = pair_rows(seed, PAIRS + EVAL_ROWS), PAIRS
+    for name, (rows, count) in all_rows.items():
+        for part, chosen in (("train", rows[:count]), ("eval", rows[count:])):
             lines = "".join(json.dumps(row) + "\n" for row in chosen)
             (folder / f"{name}_{part}.jsonl").write_text(lines, encoding="utf-8")
 

@@ -13,6 +13,8 @@ import random
 from collections.abc import Callable
 
 TRAIN_ROWS, EVAL_ROWS = 800, 96
+PAIRS = 320
+"""Of training; there are as many to evaluate as other rows."""
 
 KEYS = ("name", "town", "color", "fruit", "tool", "bird", "job", "pet")
 THINGS = ("pears", "coins", "books", "stones", "shells", "eggs", "cards", "nuts")
@@ -142,4 +144,16 @@ def job_rows(name: str, seed: int) -> list[dict[str, str]]:
         prompt, completion = JOBS[name](rng)
         key = tuple(part for part in prompt.split() if part[0].isdigit()) or (prompt,)
         rows.setdefault(key, {"prompt": prompt, "completion": completion})
+    return list(rows.values())
+
+
+def pair_rows(seed: int, count: int) -> list[dict[str, str]]:
+    """Pairs of answers to `mirror`'s question: the word from back to front, and as it was."""
+    rng = random.Random(f"{seed}/pairs")
+    rows: dict[str, dict[str, str]] = {}
+    while len(rows) < count:
+        prompt, completion = job_mirror(rng)
+        if completion != completion[::-1]:
+            row = {"prompt": prompt, "chosen": completion, "rejected": completion[::-1]}
+            rows.setdefault(prompt, row)
     return list(rows.values())

@@ -95,6 +95,7 @@ def _reason_to_skip(mark: str) -> str | None:
     for name, variable, what in (
         ("old_tinker", "TINKER_OLD_PYTHON", "an interpreter of scripts/tinker_clients.sh"),
         ("cookbook", "COOKBOOK_PYTHON", "an interpreter of scripts/tinker_clients.sh"),
+        ("trl", "TRL_PYTHON", "an interpreter of scripts/trl_oracle.sh"),
         ("vllm", "VLLM_COMMAND", "the vllm of scripts/vllm_server.sh"),
     ):
         if mark == name and not Path(os.environ.get(variable) or "nowhere").is_file():

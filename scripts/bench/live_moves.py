@@ -59,17 +59,13 @@ def documents(args: Any) -> dict[str, dict[str, Any]]:
     steps = dict(zip(_BATCH, args.steps, strict=True))
     return {
         name: {
-            "name": name,
-            "data": {"train": str(text.resolve())},
-            "lora": {"rank": 16, "alpha": 32, "target_modules": _LINEARS},
-            "batch_size": batch,
-            "max_seq_len": _LENGTH,
-            "portion_tokens": 2 * _LENGTH,
-            "max_steps": steps[name],
+            "name": name, "data": {"train": str(text.resolve())},
+            "lora": {"rank": 16, "alpha": 32, "target_modules": _LINEARS}, "batch_size": batch,
+            "max_seq_len": _LENGTH, "portion_tokens": 2 * _LENGTH, "max_steps": steps[name],
             "optimizer": {"lr": 1e-4},
         }
         for (name, batch), text in zip(_BATCH.items(), texts, strict=True)
-    }
+    }  # fmt: skip
 
 
 def served(args: Any, root: Path, base: Mapping[str, Any]) -> tuple[list[Move], dict[str, str]]:

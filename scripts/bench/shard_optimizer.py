@@ -92,19 +92,13 @@ def row_of(
         replace(case, plan=replace(case.plan, shard_optimizer=MODES[mode])), hardware
     )
     return {
-        "gpu": gpu_name(),
-        "versions": versions("megatron-core"),
-        "commit": commit,
-        "gpus": dist.get_world_size(),
-        "case": case.name,
-        "mode": mode,
-        "rounds": len(times),
-        "round_s": round(statistics.median(times), 5),
-        "predicted_s": round(cost.step_time_s, 5),
+        "gpu": gpu_name(), "versions": versions("megatron-core"), "commit": commit,
+        "gpus": dist.get_world_size(), "case": case.name, "mode": mode, "rounds": len(times),
+        "round_s": round(statistics.median(times), 5), "predicted_s": round(cost.step_time_s, 5),
         "rest_bytes": round(max(turn.rest_bytes for turn in turns)),
         "peak_bytes": round(max(turn.peak_bytes for turn in turns)),
         "predicted_bytes": round(memory.allocated_bytes),
-    }
+    }  # fmt: skip
 
 
 def bench(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -5,13 +5,14 @@ A few schedules are always tried; with TLORA_ALL_TESTS=1 a hundred in each layou
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.resident_case import Command, Resident, resident
@@ -41,7 +42,7 @@ class Part(NamedTuple):
 
 PARTS = st.builds(
     Part,
-    job=st.sampled_from(["attention", "mlp", "everything", "outputs"]),
+    job=st.sampled_from(["attention", "mlp", "everything", "outputs", "pairs"]),
     joins_at=st.integers(1, 20),
     fate=st.sampled_from(["stays", "stays", "cancelled", "moves", "fails"]),
     leaves_after=st.integers(0, 12),
@@ -62,10 +63,17 @@ class Gang:
 
     def __init__(self, opened: Resident) -> None:
         self.opened = opened
+        self.pairs = opened.folder / "pairs.jsonl"
+        rows = map(json.loads, (opened.folder / "everything.jsonl").read_text().splitlines())
+        pairs = ({"prompt": r["prompt"], "chosen": r["completion"], "rejected": "no"} for r in rows)
+        self.pairs.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         self.alone = cache(self._alone)
 
     def coming(self, look: int, name: str, job: str, fate: str = "stays") -> list[Command]:
         changes: dict[str, Any] = {"portion_tokens": 100, "max_steps": NUM_STEPS}
+        if job == "pairs":
+            job = "everything"
+            changes |= {"preference": {}, "data": {"train": str(self.pairs)}, "batch_size": 3}
         if fate == "fails":
             optimizer = {**self.opened.documents[job]["optimizer"], "lr": 1e38}
             changes |= {"optimizer": optimizer, "on_nonfinite": "fail"}
@@ -99,6 +107,8 @@ class Gang:
     suppress_health_check=list(HealthCheck),
 )
 @given(parts=SCHEDULES)
+@example(parts=[Part("mlp", 1, "stays", 0), Part("pairs", 2, "moves", 5)])
+@example(parts=[Part("pairs", 1, "fails", 0), Part("pairs", 2, "stays", 0)])
 def test_others_keep_their_bits(gang: Gang, parts: Sequence[Part]) -> None:
     number = next(_numbers)
     names = [f"s{number}-{index}-{part.job}" for index, part in enumerate(parts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,64 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(tmp_path: Path) -> None:
     print(f"errors: ours {error:.4f}, without a past {plain_error:.4f}, transformers {other:.4f}")
     assert error < 1.5 * other + 1e-3
     assert error < 1.5 * plain_error + 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recorded_steps_are_those_of_the_kernels_one_by_one(tmp_path: Path, dtype: str) -> None:
+    base, prompts = make_prompts(tmp_path, getattr(torch, dtype))
+    prompts = [greedy(prompt, 12) for prompt in prompts]
+    with opened(base, dtype, adapters=3, cache_bytes=8 << 20) as batcher:
+        decoder: Any = batcher._model.decoder
+        answers = sample(batcher, prompts)
+        assert 16 in decoder.graphs, "12 sequences are computed as 16"
+        decoder.graphs.clear()
+        decoder.records = False
+        assert sample(batcher, prompts) == answers
+        batcher._model.decoder = None
+        others = sample(batcher, prompts)
+    # Near ties part bf16's sequences: their first tokens, by the same steps, are compared.
+    count, bound = (12, 1e-4) if dtype == "float32" else (2, 0.3)
+    for found, other in zip(answers, others, strict=True):
+        ours, theirs = found.sequences[0], other.sequences[0]
+        if dtype == "float32" or ours.tokens[:count] == theirs.tokens[:count]:
+            assert ours.tokens[:count] == theirs.tokens[:count]
+            assert ours.logprobs[:count] == pytest.approx(theirs.logprobs[:count], abs=bound)
+
+
+def test_recorded_steps_have_the_weights_of_a_version_that_takes_a_place(tmp_path: Path) -> None:
+    base, (prompt, *_) = make_prompts(tmp_path, torch.float32)
+    folders = [write_adapters(base, tmp_path / f"{seed}", seed)["attention"] for seed in (20, 30)]
+    graphs = []
+    with opened(base, "float32", adapters=1, cache_bytes=8 << 20) as batcher:
+        decoder: Any = batcher._model.decoder
+        for version in (*folders, folders[0]):
+            (answer,) = sample(batcher, [greedy(replace(prompt, adapter=version), 16)])
+            reference = Reference(base, version).generate(prompt.tokens, 16)
+            assert list(answer.sequences[0].tokens) == reference
+            graphs.append(decoder.graphs[1][0])
+    assert graphs[0] is graphs[1] is graphs[2], "weights are read where they were"
+
+
+def test_a_model_that_cannot_be_recorded_decodes_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, prompts = make_prompts(tmp_path, torch.float32)
+    prompts = [greedy(prompt, 8) for prompt in prompts[:3]]
+    with opened(base, "float32", adapters=3, cache_bytes=8 << 20) as batcher:
+        decoder: Any = batcher._model.decoder
+        expected = sample(batcher, prompts)
+        decoder.graphs.clear()
+        compute = decoder._compute
+
+        def waits(*step: Any) -> torch.Tensor:
+            hidden_TH = compute(*step)
+            float(hidden_TH.sum())  # which a recording refuses
+            return hidden_TH
+
+        decoder._compute = waits
+        assert sample(batcher, prompts) == expected
+        assert not decoder.records
+        assert "runs without CUDA graphs" in caplog.text
 
 
 def test_samples_do_not_depend_on_neighbours_in_fp32(tmp_path: Path) -> None:

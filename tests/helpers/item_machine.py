@@ -149,20 +149,10 @@ class ItemMachine:
         return self.tile
 
     def rank_rows(
-        self,
-        in_TK: torch.Tensor,
-        factors: Arenas,
-        flat: torch.Tensor,
-        form: RankForm,
-        work: WorkItems,
-        *,
-        chunks: torch.Tensor,
-        scaling: torch.Tensor,
-        parts: int,
-        dropout: Dropout | None,
-        masked: bool,
-        first_row: int = 0,
-    ) -> None:
+        self, in_TK: torch.Tensor, factors: Arenas, flat: torch.Tensor, form: RankForm,
+        work: WorkItems, *, chunks: torch.Tensor, scaling: torch.Tensor, parts: int,
+        dropout: Dropout | None, masked: bool, first_row: int = 0,
+    ) -> None:  # fmt: skip
         """rank_rows.cu."""
         self.launches.append("rows")
         assert parts in (1, 2, 4, 8), f"a cluster must have 1 to 8 blocks, got {parts}"

@@ -100,6 +100,14 @@ def imported(code: str, *packages: str, speaks: bool = False) -> set[str]:
     return set(done.stdout.splitlines()[-1].split()[1:])
 
 
+def modules_in(part: str) -> list[str]:
+    """Dotted names of all modules in a folder of the package, or of one module."""
+    package = REPO / "tlora_megatron"
+    files = sorted((package / part).rglob("*.py")) or [package / f"{part}.py"]
+    names = (".".join(file.relative_to(REPO).with_suffix("").parts) for file in files)
+    return [name.removesuffix(".__init__") for name in names]
+
+
 def wait_until(
     holds: Callable[[], bool], what: str, said: Callable[[], object] = lambda: ""
 ) -> None:

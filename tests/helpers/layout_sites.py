@@ -14,18 +14,9 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 
 SPEC = ModelSpec(
-    model_type="llama",
-    num_layers=4,
-    hidden_size=24,
-    num_heads=8,
-    num_kv_heads=4,
-    head_dim=4,
-    ffn_size=40,
-    vocab_size=32,
-    max_positions=64,
-    norm_eps=1e-6,
-    rope_theta=1e4,
-)
+    model_type="llama", num_layers=4, hidden_size=24, num_heads=8, num_kv_heads=4, head_dim=4,
+    ffn_size=40, vocab_size=32, max_positions=64, norm_eps=1e-6, rope_theta=1e4,
+)  # fmt: skip
 
 
 def sites_of_ranks(spec: ModelSpec, tp_size: int, pp_size: int = 1) -> list[tuple[Site, ...]]:

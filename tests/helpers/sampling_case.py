@@ -48,13 +48,13 @@ OVER_SHARED: Mapping[str, LoraSpec] = {
 """Beside a shared expert PEFT loads nothing on the others."""
 
 
-def write_adapters(base: Path, folder: Path) -> dict[str, str]:
+def write_adapters(base: Path, folder: Path, first_seed: int = 0) -> dict[str, str]:
     """Writes random adapters that change what the base says; returns their folders by name."""
     spec = read_model_spec(base / "config.json")
     loras = LORAS if spec.experts is None else OVER_EXPERTS
     if spec.shared_ffn_size is not None:
         loras = OVER_SHARED
-    for seed, (name, lora) in enumerate(loras.items()):
+    for seed, (name, lora) in enumerate(loras.items(), first_seed):
         factors = random_factors(spec, lora, seed=seed, b_std=0.1)
         export_adapter(folder / name, lora=lora, factors=factors, model=spec, base_model=str(base))
     return {name: str(folder / name) for name in loras}

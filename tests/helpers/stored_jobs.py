@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -48,8 +48,8 @@ class ValidatorHere:
     def submit(self, job_id: str, submission: Submission, priority: int = 0) -> None:
         self._done.append(self._read(job_id, submission))
 
-    def forget(self, job_id: str) -> None:
-        self._done = [outcome for outcome in self._done if outcome.job != job_id]
+    def forget(self, jobs: Collection[str]) -> None:
+        self._done = [outcome for outcome in self._done if outcome.job not in jobs]
 
     def poll(self) -> list[Any]:
         done, self._done = self._done, []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,21 @@ import pytest
 from tests.helpers.gang_driver import digest
 from tests.helpers.launch import REPO
 from tests.helpers.served_http import ServedHttp, as_chats, serving_http
+from tests.helpers.tiny_tokenizer import TOOLS_TEMPLATE
 from tlora_megatron.client import Client
 from tlora_megatron.config.load import read_config
 from tlora_megatron.runtime import controller
 from tlora_megatron.service.store import open_store
 
 QUICKSTART = REPO / "configs" / "quickstart"
-BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
+BASE = {"dtype": "float32"}
 STEPS = 6
 METADATA = {
     "tlora.lora.rank": "4",
     "tlora.lora.alpha": "16",
     "tlora.lora.target_modules": "q_proj,v_proj",
-    "tlora.max_seq_len": "64",
+    "tlora.max_seq_len": "256",
+    "tlora.data.learn": "each",
     "tlora.max_steps": str(STEPS),
     "tlora.optimizer.lr": "1e-3",
 }
@@ -35,8 +38,10 @@ METADATA = {
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedHttp]:
     root = tmp_path_factory.mktemp("openai")
+    shutil.copytree(QUICKSTART / "base", root / "base")
+    (root / "base" / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
     base = root / "base.json"
-    base.write_text(json.dumps({"base_model": BASE}))
+    base.write_text(json.dumps({"base_model": {**BASE, "path": str(root / "base")}}))
     with serving_http(root / "service", root / "serve.log", f"--base=quick={base}") as found:
         yield found
 
@@ -56,6 +61,20 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         rows = (QUICKSTART / "data" / f"mirror_{part}.jsonl").read_text().splitlines()[:48]
         found[part] = folder / f"{part}.jsonl"
         found[part].write_text(as_chats(rows))
+    called = {"name": "f", "arguments": '{"city": "SF"}'}
+    row = {
+        "messages": [
+            {"role": "user", "content": "SF?"},
+            {"role": "assistant", "content": "Warm.", "weight": 0},
+            {"role": "user", "content": "Look!"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": called}]},
+            {"role": "tool", "content": "20C"},
+            {"role": "assistant", "content": "20C."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+    }
+    with found["train"].open("a") as file:
+        file.write(16 * (json.dumps(row) + "\n"))
     return found
 
 
@@ -70,10 +89,10 @@ def _trained_by_a_file(served: ServedHttp, job: str, chats: dict[str, Path], out
         order = store.jobs.document(job)["order"]["document"]
     entry = {
         "name": "same",
-        "data": {name: str(path) for name, path in chats.items()},
+        "data": {"learn": "each", **{name: str(path) for name, path in chats.items()}},
         "lora": {"rank": 4, "alpha": 16, "target_modules": ["q_proj", "v_proj"]},
         "batch_size": 4,
-        "max_seq_len": 64,
+        "max_seq_len": 256,
         "max_steps": STEPS,
         "optimizer": {"lr": 2.0e-3},
         "seed": 7,
@@ -81,7 +100,8 @@ def _trained_by_a_file(served: ServedHttp, job: str, chats: dict[str, Path], out
         "portion_tokens": order["portion_tokens"],
     }
     run = {"output_dir": str(output), "tensorboard": False}
-    document = {"base_model": BASE, "jobs": [entry], "run": run}
+    base = {**BASE, "path": str(served.home.root.parent / "base")}
+    document = {"base_model": base, "jobs": [entry], "run": run}
     controller.train_run(read_config(document, output))
     return output / "jobs" / "same" / "adapter"
 
@@ -138,6 +158,31 @@ def test_a_job_is_what_tlora_train_trains(
         assert mine.decisions(limit=1)
     expected = _trained_by_a_file(served, job.id, chats, tmp_path / "run")
     assert len({digest(path / "adapter_model.safetensors") for path in (adapter, expected)}) == 1
+
+
+@pytest.mark.slow
+def test_a_job_of_pairs(served: ServedHttp, client: openai.OpenAI, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    with path.open("w") as file:
+        for text in ("ab", "cd", "ef"):
+            asked = [{"role": "user", "content": text}]
+            answers = [[{"role": "assistant", "content": a}] for a in (text[::-1], text)]
+            names = ("preferred_output", "non_preferred_output")
+            pair = {"input": {"messages": asked}, **dict(zip(names, answers, strict=True))}
+            file.write(json.dumps(pair) + "\n")
+    jobs = client.fine_tuning.jobs
+    job = jobs.create(
+        model="quick",
+        training_file=_upload(client, path),
+        method={"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "batch_size": 2}}},
+        metadata=METADATA | {"tlora.max_steps": "2"},
+    )
+    ended = _until(served, lambda: jobs.retrieve(job.id), "succeeded", "failed")
+    assert (ended.status, ended.error) == ("succeeded", None)
+    assert (ended.method.type, ended.method.dpo.hyperparameters.beta) == ("dpo", 0.2)
+    last, first = [one for one in jobs.list_events(job.id, limit=100) if one.type == "metrics"]
+    assert first.data["train_loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert last.data["rewards/margins"] > 0
 
 
 @pytest.mark.slow

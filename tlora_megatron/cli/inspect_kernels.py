@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from rich.console import Console
 
+from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.ops.kernel_build import built_library, cache_directory, find_compiler
 from tlora_megatron.ops.lora.kernel_choice import (
     VARIABLE,
@@ -46,6 +47,7 @@ def print_kernels(console: Console, description: dict[str, Any]) -> None:
             console.print(f"  {choice['dtype']}: {name} ({choice['reason']})", style=style)
             for faster in choice["faster"]:
                 console.print(f"    not {faster['name']}: {faster['problem']}", style="dim")
+        console.print(f"  attention: {device['attention']}")
     versions = description["versions"].items()
     console.print("versions: " + ", ".join(f"{name} {value or '-'}" for name, value in versions))
     console.print(f"CUDA compiler: {description['compiler'] or '-'}")
@@ -67,11 +69,13 @@ def _device(device: torch.device, count: int) -> dict[str, Any]:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if is_gpu else f"CPU ({platform.machine()})"
     capability = torch.cuda.get_device_capability(device) if is_gpu else None
+    why_torch = flash4.problem_of(device) or f"{flash4.VARIABLE}=torch"
     return {
         "name": name,
         "count": count,
         "compute_capability": f"{capability[0]}.{capability[1]}" if capability else None,
         "kernels": [_choice(device, dtype) for dtype in DTYPES],
+        "attention": flash4.used_on(device) or f"torch (not flash-attn-4: {why_torch})",
     }
 
 

@@ -34,14 +34,16 @@ examples:
 
 _PREFIX = "TLORA_"
 VARIABLES = (
-    *("BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS", "SERVICE", "TOKEN"),
+    *("ATTENTION", "BEGIN_S", "CACHE_DIR", "DEBUG", "FLAG_COMPUTE", "GANG_HOST", "KERNELS"),
+    *("SERVICE", "TOKEN"),
 )
 """Variables of the environment that the package reads, each behind the prefix."""
 
 logger = logging.getLogger(__name__)
 
 _COMMANDS = {
-    **{name: name for name in ("train", "inspect", "convert", "plan", "profile", "simulate")},
+    **{name: name for name in ("train", "inspect", "data", "convert", "plan")},
+    **{name: name for name in ("profile", "simulate")},
     "doctor": "doctor",
     "serve": "service.serve",
     "submit": "service.jobs:add_submit_parser",

@@ -173,7 +173,7 @@ def _shown_in_train(result: SearchResult, inputs: PlanInputs) -> list[tuple[int,
 
 def print_missing(console: Console, config: RunConfig) -> None:
     """Says which files of jobs a written plan names, and this machine does not have."""
-    named = [path for job in config.jobs for path in (job.data.train, job.data.eval) if path]
+    named = [path for job in config.jobs for path in job.data.files]
     missing = [path for path in dict.fromkeys(named) if not Path(path).is_file()]
     if missing:
         more, are = (f" and {len(missing) - 1} more", "are") if len(missing) > 1 else ("", "is")

@@ -270,7 +270,7 @@ def _config_cells(job: JobSpec) -> tuple[str, ...]:
     end = f"{job.max_steps} steps" if job.max_steps is not None else f"{job.epochs} epochs"
     length = job.schedule.warmup_steps or job.schedule.warmup_ratio
     warmup = f", warm-up {length}" if length else ""
-    data = [Path(path).name for path in (job.data.train, job.data.eval) if path]
+    data = [Path(path).name for path in job.data.files]
     lora = job.lora
     rslora = " rsLoRA" if lora.use_rslora else ""
     blocks = f" {lora.num_blocks} blocks" if lora.is_block_diagonal else ""

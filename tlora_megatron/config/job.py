@@ -53,18 +53,42 @@ def rule(doc: str, *, default: Any = ..., **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataSpec:
-    """The data of a job: JSON lines of prompt/completion, messages or text."""
+    """The data of a job: rows of chats, prompt/completion or text."""
 
-    train: str = rule(
-        "JSONL file with the training data, relative to the configuration file", nonempty=True
+    train: str | tuple[str, ...] = rule(
+        "file with the training data, or a list of files, relative to the configuration file",
+        nonempty=True,
     )
-    eval: str | None = rule(
-        "JSONL file with the evaluation data; null: no evaluation", default=None
+    eval: str | tuple[str, ...] | None = rule(
+        "the same of the evaluation data; null: no evaluation", default=None, nonempty=True
     )
-    overlong: Literal["truncate", "error"] = rule(
-        "sequences longer than max_seq_len: cut and count them, or refuse the job",
+    chat_template: str | None = rule(
+        "Jinja file that writes chats, or the name of one of configs/chat_templates; null: the "
+        "base's, by which sampling writes them",
+        default=None,
+        nonempty=True,
+    )
+    learn: Literal["all", "last", "each"] = rule(
+        "a chat's answers that are learnt: all at once, the last one, or each in a sequence that "
+        "ends with it",
+        default="all",
+    )
+    overlong: Literal["truncate", "error", "split"] = rule(
+        "sequences longer than max_seq_len: cut and count them, refuse the job, or split text",
         default="truncate",
     )
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """All files, those for training first."""
+        return files_in(self.train) + files_in(self.eval)
+
+
+def files_in(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The files that `data.train` or `data.eval` names."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,6 +219,33 @@ class ScheduleSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PreferenceSpec:
+    """The loss of a job whose data are pairs of answers (`ops.frozen.pair_losses`)."""
+
+    loss: Literal["dpo", "orpo", "simpo"] = rule(
+        "dpo compares with the job as it starts; orpo and simpo need no reference",
+        default="dpo",
+    )
+    beta: float = rule("scale of rewards; of orpo the odds ratio's weight", default=0.1, gt=0)
+    label_smoothing: float = rule("share of pairs taken to be mixed up", default=0.0, ge=0, lt=0.5)
+    margin: float = rule(
+        "of simpo: between the two rewards",
+        default=0.5,
+        ge=0,
+    )
+    sft_weight: float | None = rule(
+        "weight of the chosen answers' mean cross entropy. null: 1 with orpo, else 0",
+        default=None,
+        ge=0,
+    )
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the loss compares with log-probabilities of the job as it starts."""
+        return self.loss == "dpo"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceSpec:
     """What a job asks of a service that runs many on one cluster; `tlora train` ignores it."""
 
@@ -271,9 +322,18 @@ class JobSpec:
     seed: int = rule(
         "seed of the adapter's initial values, the order of its data, and dropout", default=0, ge=0
     )
+    preference: PreferenceSpec | None = rule(
+        "makes the data pairs, which batch_size counts; max_seq_len is that of each side",
+        default=None,
+    )
     driven: bool = rule(
         "a client of `tlora serve` sends its batches and asks for its steps (see tinker.md): no "
         "data, steps, optimizer or schedule of its own",
         default=False,
     )
     service: ServiceSpec = ServiceSpec()
+
+    @property
+    def num_sides(self) -> int:
+        """Sequences of one example: two of a pair."""
+        return 1 if self.preference is None else 2

@@ -82,6 +82,7 @@ def read_config(
         targets: as in `check_job`.
         base_model: replaces the section `base_model`, which may then be absent.
     """
+    is_guest = targets is None or base_model is not None
     base_model, parallel, run = _read_sections(document, SECTIONS, folder, output_dir, base_model)
     jobs, errors = read_jobs(
         document,
@@ -91,6 +92,10 @@ def read_config(
         files_may_be_missing=files_may_be_missing,
         settle=partial(_with_portions, run),
     )
+    for job in jobs if is_guest else ():
+        if job.preference is not None:
+            rule = "be left out in somebody else's trainer"
+            raise must(f"preference of job {job.name!r}", rule, True, "`tlora train` has it")
     config = RunConfig(
         base_model=base_model, parallel=parallel, run=run, jobs=jobs, job_errors=errors
     )

@@ -121,7 +121,9 @@ def _read_value(raw: Any, hint: Any, path: str, limits: Any, partial: bool) -> A
         if raw is None and types.NoneType in options:
             return None
         hint, *others = (option for option in options if option is not types.NoneType)
-        if others and isinstance(raw, str):  # int | Literal["auto"]
+        if others and _origin(others[0]) is tuple:  # str | tuple[str, ...]
+            hint = others[0] if isinstance(raw, list | tuple) else hint
+        elif others and isinstance(raw, str):  # int | Literal["auto"]
             return _read_choice(raw, get_args(others[0]), path, "a number or ")
     if is_dataclass(hint):
         return _read_dataclass(hint, raw, path, partial=partial)

@@ -22,6 +22,7 @@ from tlora_megatron.config.job import (
     LoraSpec,
 )
 from tlora_megatron.config.reader import ConfigError, must, nearest
+from tlora_megatron.files import shipped_folder
 
 KNOWN_TARGETS = (
     HF_TARGETS + SHARED_EXPERT_TARGETS + MEGATRON_TARGETS + EXPERT_TARGETS + FUSED_EXPERT_TARGETS
@@ -50,6 +51,7 @@ LEFT_OUT_IF_DRIVEN = (
     "schedule",
     "eval_every_steps",
     "on_nonfinite",
+    "preference",
 )
 """Keys whose values come with a client's requests, or that have no meaning."""
 PORTION_STEP_TOKENS = 1024
@@ -73,6 +75,8 @@ def check_job(job: JobSpec, path: str, targets: Sequence[str] | None = KNOWN_TAR
     if not is_usable_name(job.name):
         obligation = "be at most 128 of A-Z a-z 0-9 . _ -, not start with - and not be . or .."
         raise must(f"{path}.name", obligation, job.name)
+    if job.preference is not None and job.data.learn != "all":
+        raise must(f"{path}.data.learn", "be all with preference", job.data.learn)
     _check_steps(job, path)
     _check_targets(job, path, targets)
     check_blocks(job.lora, f"{path}.lora")
@@ -196,12 +200,19 @@ def resolve_job_paths(
 ) -> JobSpec:
     """Makes the job's paths, which start at a folder, absolute; refuses missing ones."""
 
-    def file(key: str, value: str | None) -> str | None:
-        if value is None or (job.driven and key == "data.train"):
-            return value
+    def file(key: str, value: str, remedy: str = "") -> str:
         if files_may_be_missing:
             return resolve(value, folder)
-        return existing_file(value, folder, f"{path}.{key}")
+        if _HUB_NAME.fullmatch(value) and not remedy:
+            remedy = "tlora data import fetches a data set"
+        return existing_file(value, folder, f"{path}.{key}", remedy)
+
+    def files(key: str, value: str | tuple[str, ...] | None) -> Any:
+        if value is None or (job.driven and key == "data.train"):
+            return value
+        if isinstance(value, str):
+            return file(key, value)
+        return tuple(file(f"{key}[{index}]", each) for index, each in enumerate(value))
 
     def directory(key: str, value: str | None) -> str | None:
         found = None if value is None else resolve(value, folder)
@@ -209,16 +220,32 @@ def resolve_job_paths(
             raise must(f"{path}.{key}", "be an existing directory", found)
         return found
 
-    train, evaluation = file("data.train", job.data.train), file("data.eval", job.data.eval)
+    template = job.data.chat_template
+    if template is not None and template not in (ours := shipped_templates()):
+        template = file("data.chat_template", template, f"ours are {', '.join(ours)}")
     return replace(
         job,
-        data=replace(job.data, train=str(train), eval=evaluation),
+        data=replace(
+            job.data,
+            train=files("data.train", job.data.train),
+            eval=files("data.eval", job.data.eval),
+            chat_template=template,
+        ),
         init_from=directory("init_from", job.init_from),
         resume_from=directory("resume_from", job.resume_from),
     )
 
 
-def existing_file(value: str, folder: Path, path: str) -> str:
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/(?!.*\.(jsonl?|gz|parquet)$)[\w.-]+")
+
+
+def shipped_templates() -> dict[str, Path]:
+    """The chat templates of configs/chat_templates by their names."""
+    folder = shipped_folder("configs/chat_templates", "config/chat_templates", "qwen3.jinja")
+    return {path.stem: path for path in sorted(folder.glob("*.jinja"))}
+
+
+def existing_file(value: str, folder: Path, path: str, remedy: str = "") -> str:
     """The absolute path of a file, which must exist and not be empty; `path` names the field."""
     file = resolve(value, folder)
     try:
@@ -226,7 +253,7 @@ def existing_file(value: str, folder: Path, path: str) -> str:
     except OSError:
         found = None
     if found is None or not stat.S_ISREG(found.st_mode):
-        raise must(path, "be an existing file", file)
+        raise must(path, "be an existing file", file, remedy)
     if found.st_size == 0:
         raise must(path, "be a file that is not empty", file)
     return file

@@ -327,8 +327,8 @@ def _frozen(
     if lane is not None:
         lane.take_local()  # nobody needs it
     elif isinstance(x, Tensor):
-        coded = layout.gathers_input and isinstance(base, QuantWeight)
-        x = _gather(x, base, layout) if coded else layout.gather_input(x)
+        gathers_codes = layout.gathers_input and isinstance(base, QuantWeight)
+        x = _gather(x, base, layout) if gathers_codes else layout.gather_input(x)
     rows, known = (x, base) if isinstance(x, Tensor) else (x.x_WK, x.known(base))
     y_TN = frozen_product(rows, known, bias_N, exactness)
 

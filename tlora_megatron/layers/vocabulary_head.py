@@ -52,8 +52,8 @@ class VocabularyShard(NamedTuple):
 class VocabularyHead:
     """Losses and predictions of a vocabulary-parallel output layer.
 
-    Every GEMM has the same number of rows whatever the number of targets, so that a row's bits do
-    not depend on how many other rows have one.
+    On CPUs and where bits must be exact, every GEMM has the same number of rows whatever the number
+    of targets, so that a row's bits do not depend on how many other rows have one.
 
     Args:
         output_layer: its `weight` is read at every use, so that it may be replaced.
@@ -67,6 +67,7 @@ class VocabularyHead:
         columns = len(self.weight_VH)
         self.shard = VocabularyShard(self.tp_group, self.tp_size > 1, groups.tp_rank * columns)
         self.valid = max(0, min(columns, vocab_size - self.shard.first_column))
+        self.fills_runs = not self.weight_VH.is_cuda
 
     @property
     def weight_VH(self) -> Tensor:
@@ -97,8 +98,7 @@ class VocabularyHead:
         hidden_TH = self.gathered(hidden)
         losses_T = torch.zeros_like(labels_T, dtype=torch.float32)
         right_T = torch.zeros_like(labels_T, dtype=torch.bool)
-        height = self.height(hidden_TH, exactness)
-        for chunk in self.chunks(hidden_TH, rows_n, labels_T, height):
+        for chunk in self.chunks(hidden_TH, rows_n, labels_T, exactness):
             rows, size = rows_n[chunk.begin : chunk.end], chunk.end - chunk.begin
             first_n = vocab_parallel_argmax(chunk.logits_nV[:, : self.valid], self.shard)
             right_T[rows] = (first_n == chunk.labels_n)[:size]
@@ -110,18 +110,17 @@ class VocabularyHead:
         hidden_TH = hidden.flatten(0, -2)
         return all_gather_rows(hidden_TH, self.tp_group) if self.gathers else hidden_TH
 
-    def height(self, hidden_TH: Tensor, exactness: Exactness | None) -> int:
-        """Returns the number of rows of logits that exist at a time.
-
-        It is one for all micro-batches where bits must not depend on theirs: cuBLAS divides the sum
-        over the vocabulary by the height.
-        """
-        return min(ROWS_AT_ONCE, len(hidden_TH)) if exactness is None else exactness.head_rows
-
     def chunks(
-        self, hidden_TH: Tensor, rows_n: Tensor, labels_T: Tensor, height: int
+        self, hidden_TH: Tensor, rows_n: Tensor, labels_T: Tensor, exactness: Exactness | None
     ) -> Iterator[_Chunk]:
-        """Yields logits of the rows with a target, run by run in the same memory; zero-padded."""
+        """Yields logits of the rows with a target, run by run in the same memory.
+
+        Runs are filled with zeros to one height where a row's bits must not depend on others: for
+        all micro-batches with `exactness`, since cuBLAS divides the sum over the vocabulary by the
+        height; within one on CPUs (`fills_runs`).
+        """
+        height = exactness.head_rows if exactness else min(ROWS_AT_ONCE, len(hidden_TH))
+        fills = exactness is not None or self.fills_runs
         hidden_nH = hidden_TH.new_empty(height, hidden_TH.shape[1])
         logits_nV = hidden_TH.new_empty(height, len(self.weight_VH))
         labels_n = labels_T.new_empty(height)
@@ -129,15 +128,17 @@ class VocabularyHead:
             end = min(begin + height, len(rows_n))
             rows, size = rows_n[begin:end], end - begin
             torch.index_select(hidden_TH, 0, rows, out=hidden_nH[:size])
-            hidden_nH[size:] = 0
             torch.index_select(labels_T, 0, rows, out=labels_n[:size])
             labels_n[:size] -= self.shard.first_column
-            labels_n[size:] = -1
-            torch.mm(hidden_nH, self.weight_VH.t(), out=logits_nV)
-            yield _Chunk(begin, end, logits_nV, labels_n)
+            if fills:
+                hidden_nH[size:] = 0
+                labels_n[size:] = -1
+                size = height
+            torch.mm(hidden_nH[:size], self.weight_VH.t(), out=logits_nV[:size])
+            yield _Chunk(begin, end, logits_nV[:size], labels_n[:size])
 
     def chunk_losses(self, chunk: _Chunk, *, gradient: bool) -> Tensor:
-        """Returns losses of a run's rows, fp32 `[height]`; may write gradients over the logits."""
+        """Returns losses of a run's rows, fp32 `[rows]`; may write gradients over the logits."""
         logits_nV, labels_n = chunk.logits_nV, chunk.labels_n
         if not self.shard.is_split:
             return cross_entropy_(logits_nV, labels_n, self.valid, gradient=gradient)
@@ -163,16 +164,14 @@ class _HeadLosses(torch.autograd.Function):
     ) -> Tensor:
         hidden_TH = head.gathered(hidden)
         losses_T = torch.zeros_like(labels_T, dtype=torch.float32)
-        gradient = ctx.needs_input_grad[0]
-        height, count = head.height(hidden_TH, exactness), len(rows_n)
-        grads_nH = hidden_TH.new_empty(
-            -(-count // height) * height if gradient else 0, hidden_TH.shape[1]
-        )
-        for chunk in head.chunks(hidden_TH, rows_n, labels_T, height):
+        gradient, count = ctx.needs_input_grad[0], len(rows_n)
+        spare = exactness.head_rows if exactness else ROWS_AT_ONCE
+        grads_nH = hidden_TH.new_empty(count + spare if gradient else 0, hidden_TH.shape[1])
+        for chunk in head.chunks(hidden_TH, rows_n, labels_T, exactness):
             losses_n = head.chunk_losses(chunk, gradient=gradient)
             losses_T[rows_n[chunk.begin : chunk.end]] = losses_n[: chunk.end - chunk.begin]
             if gradient:
-                out = grads_nH[chunk.begin : chunk.begin + height]
+                out = grads_nH[chunk.begin : chunk.begin + len(chunk.logits_nV)]
                 torch.mm(chunk.logits_nV, head.weight_VH, out=out)
         ctx.save_for_backward(grads_nH[:count], rows_n)
         ctx.head, ctx.shape = head, hidden.shape

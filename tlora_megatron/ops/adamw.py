@@ -125,19 +125,9 @@ def _torch_adamw(update: AdamUpdate) -> None:
         update.grad.zero_()
         return
     torch._fused_adamw_(
-        [update.master],
-        [update.grad.mul_(clip)],
-        [update.exp_avg],
-        [update.exp_avg_sq],
-        [],
-        [torch.full((), float(update.step), device=update.master.device)],
-        amsgrad=False,
-        lr=update.lr,
-        beta1=update.beta1,
-        beta2=update.beta2,
-        weight_decay=update.weight_decay,
-        eps=update.eps,
-        maximize=False,
-        found_inf=found_inf,
-    )
+        [update.master], [update.grad.mul_(clip)], [update.exp_avg], [update.exp_avg_sq], [],
+        [torch.full((), float(update.step), device=update.master.device)], amsgrad=False,
+        lr=update.lr, beta1=update.beta1, beta2=update.beta2, weight_decay=update.weight_decay,
+        eps=update.eps, maximize=False, found_inf=found_inf,
+    )  # fmt: skip
     update.grad.zero_()

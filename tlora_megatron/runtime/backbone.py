@@ -25,6 +25,7 @@ from tlora_megatron.model.quantisation import (
 )
 from tlora_megatron.model.spec import ModelSpec, refuse_gpt_oss
 from tlora_megatron.ops.exactness import keep_rows_apart
+from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.parallel.groups import ParallelGroups
 from tlora_megatron.parallel.overlap import set_queues
 from tlora_megatron.training.formats.hf_convert import Rounding, check_layout
@@ -242,6 +243,7 @@ def know_base(
         let_segments_grow()
     set_queues(overlaps=_overlaps(config, own.layout))
     keep_rows_apart()
+    flash4.keep_compiled()
     for name in _ATTENTION:
         os.environ.setdefault(name, "1")
     wake_device()
@@ -253,7 +255,7 @@ def import_backbone() -> None:
     try:
         from tlora_megatron.integrations.megatron.imports import lazy_compile
 
-        with timeline.phase("imports"), lazy_compile():
+        with timeline.phase("imports"), lazy_compile(), flash4.hidden():
             import tlora_megatron.integrations.megatron.engine  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "triton":

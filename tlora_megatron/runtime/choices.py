@@ -31,6 +31,7 @@ from tlora_megatron.planner.deploy_sampled import teams_of
 from tlora_megatron.planner.hardware import HardwareProfile
 from tlora_megatron.planner.workload import JobLoad, LengthHistogram
 from tlora_megatron.runtime.planning.plan_inputs import base_shape, plan_hardware, profile_of_gpu
+from tlora_megatron.training.data.mapped_tokens import rows_of
 from tlora_megatron.training.packing.round_packer import row_multiple
 from tlora_megatron.training.round_timing import RoundTiming
 from tlora_megatron.training.run.preparation import PreparedJob
@@ -214,8 +215,8 @@ def _predict(
 
 def job_load(job: PreparedJob) -> JobLoad:
     """A job as the planner sees it, its lengths those of its training data."""
-    rows = [len(sequence.tokens) - 1 for sequence in job.data.train]
-    return JobLoad.from_spec(job.spec, LengthHistogram.from_lengths(rows))
+    rows = rows_of(job.data.train, job.spec.num_sides)
+    return JobLoad.from_spec(job.spec, LengthHistogram.from_lengths(rows.tolist()))
 
 
 _FLOPS_PER_PS = 400

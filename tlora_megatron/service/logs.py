@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 LOG_NAME = "controller.log"
@@ -47,6 +49,19 @@ class JsonLines(logging.Formatter):
 def formatter(log_format: str, text: str) -> logging.Formatter:
     """The formatter of a format's name; `text` is the pattern of lines for people."""
     return JsonLines() if log_format == "json" else logging.Formatter(text)
+
+
+@contextmanager
+def listen_to_warnings() -> Iterator[list[logging.LogRecord]]:
+    """Yields the warnings that the package's loggers give meanwhile."""
+    package = logging.getLogger(__name__.partition(".")[0])
+    listener = BufferingHandler(sys.maxsize)
+    listener.setLevel(logging.WARNING)
+    package.addHandler(listener)
+    try:
+        yield listener.buffer
+    finally:
+        package.removeHandler(listener)
 
 
 class LogFile(logging.FileHandler):

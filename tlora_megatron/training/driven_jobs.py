@@ -39,7 +39,8 @@ from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.driven_requests import UNKNOWN_LOGPROB, Request
 from tlora_megatron.training.job_state import JobState
-from tlora_megatron.training.packing.packing import Item, MicroBatch, Placed, SentTokens
+from tlora_megatron.training.packing.packing import Item, MicroBatch
+from tlora_megatron.training.packing.row_arrays import SentTokens
 
 NO_DATA = JobData(train=(), eval=(), num_truncated=0, num_dropped=0)
 """The data of a job that gets its tokens from a client."""
@@ -66,8 +67,6 @@ class Running:
 
     number: int
     request: Request
-    nll_T: Tensor
-    """Negative log-probabilities of its tokens, fp32; 0 for those that another rank runs."""
     grad: Tensor | None
     """The job's gradient before it; None = it was zero."""
 
@@ -142,8 +141,8 @@ class DrivenState(JobState):
             slab.collect_grad()
             grad = slab.grad.clone()
         count = int(request.arrays["lengths"].astype(np.int64).sum())
-        nll_T = torch.zeros(count, device=device)
-        self.running = Running(number=number, request=request, nll_T=nll_T, grad=grad)
+        self.nll_T = torch.zeros(count, device=device)
+        self.running = Running(number=number, request=request, grad=grad)
         items = items_of(request)
         if request.op == "forward" or runs_twice(request):
             self.to_score = items
@@ -161,12 +160,12 @@ class DrivenState(JobState):
         Args:
             logprobs: of its tokens.
         """
-        assert self.running is not None, "a request must run"
+        assert self.running is not None and self.nll_T is not None, "a request must run"  # noqa: PT018
         request, is_scored = self.running.request, self.to_score is not None
         if request.op == "forward" or not is_scored:
             return False
         slope_T = losses_of_data(request, logprobs).slope_T
-        self.running.nll_T.zero_()  # another rank may run a token this time
+        self.nll_T.zero_()  # another rank may run a token this time
         self.to_score, self.queue = None, items_of(request, -slope_T.float().numpy())
         return True
 
@@ -184,7 +183,7 @@ class DrivenState(JobState):
             weights, (tokens, targets) = request.weights, self.asked_tokens
             self.weight_sum += float(np.abs(weights).sum(dtype=float))
             self.asked_tokens = tokens + len(weights), targets + int(np.count_nonzero(weights))
-        number, self.running, self.to_score = self.running.number, None, None
+        number, self.running, self.to_score, self.nll_T = self.running.number, None, None, None
         self.finish(number)
 
     @property
@@ -258,35 +257,26 @@ def loss_inputs(request: Request) -> np.ndarray:
     return np.stack([np.broadcast_to(np.asarray(row, np.float32), (count,)) for row in rows])
 
 
-def collect(
-    jobs: Sequence[JobState], micro_batch: MicroBatch, items: Sequence[Placed], nll_T: Tensor
-) -> None:
-    """Keeps the values of clients' rows with the requests that they belong to.
+def collect(jobs: Sequence[JobState], micro_batch: MicroBatch, nll_T: Tensor) -> None:
+    """Keeps what rows of clients and of pairs report with their jobs, which are in slot order.
 
     Args:
-        jobs: in slot order.
         nll_T: negative log-probabilities of the rows that ran; anything in other jobs' rows.
     """
     nll_T = micro_batch.restore_order(nll_T)
     begin, found = 0, dict[int, tuple[list[np.ndarray], list[np.ndarray]]]()
     for piece in micro_batch.packed.view.pieces:
-        rows = np.arange(begin, begin + piece.length)
+        rows, slot = np.arange(begin, begin + piece.length), piece.document.slot
         begin += piece.length
-        if piece.index >= len(items):  # padding
-            continue
-        slot, item, _ = items[piece.index]
-        if item.sent is not None:
+        if slot < len(jobs) and jobs[slot].nll_T is not None:  # the padding's is beyond
             here, there = found.setdefault(slot, ([], []))
             here.append(rows)
-            there.append(rows - rows[0] + item.first_token + piece.offset)
-    for slot, (here, there) in found.items():
-        job = jobs[slot]
-        assert isinstance(job, DrivenState) and job.running is not None, "rows have a request"  # noqa: PT018
+            there.append(rows - rows[0] + piece.document.first_token + piece.offset)
+    for slot, places in found.items():
         here_R, there_R = (
-            to_device(torch.from_numpy(np.concatenate(rows)), nll_T.device)
-            for rows in (here, there)
+            to_device(torch.from_numpy(np.concatenate(rows)), nll_T.device) for rows in places
         )
-        job.running.nll_T[there_R] = nll_T[here_R]
+        jobs[slot].nll_T[there_R] = nll_T[here_R]  # type: ignore[index]
 
 
 def gathered(states: Sequence[DrivenState]) -> list[np.ndarray]:
@@ -295,7 +285,7 @@ def gathered(states: Sequence[DrivenState]) -> list[np.ndarray]:
     Collective over the world: one all-reduce. Every token ran on one rank that counts, so that
     nothing is rounded.
     """
-    parts = [state.running.nll_T for state in states if state.running is not None]
+    parts = [state.nll_T for state in states if state.nll_T is not None]
     assert len(parts) == len(states), "only requests that run have values"
     joined = torch.cat(parts)
     dist.all_reduce(joined)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -14,7 +14,7 @@ from tlora_megatron.ops.frozen.losses import segment_sums
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.training.job_state import EvalResult, JobState
 from tlora_megatron.training.nano.rounds import NanoSwitch
-from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch, Placed
+from tlora_megatron.training.packing.packing import Item, MicroBatch, PackedBatch
 from tlora_megatron.training.packing.round_packer import RoundPacker
 
 
@@ -47,13 +47,15 @@ class Evaluation:
     ) -> None:
         self._jobs = jobs
         evaluated = {job.name for job in jobs}
-        rows = {job.name: job.data.eval for job in slots if job.name in evaluated}
+        rows = {job.name: job.sequences_to_score for job in slots if job.name in evaluated}
+        ends = pairwise(accumulate(map(len, rows.values()), initial=0))
+        self._columns = {name: slice(*pair) for name, pair in zip(rows, ends, strict=True)}
+        """Columns of each job's sequences in the totals."""
+        # Without dropout a row's number keys nothing: a sequence's column is in its place.
         self._queues = {
-            name: [Item(s, i, 0, 1.0) for i, s in enumerate(data)] for name, data in rows.items()
+            name: [Item(s, i, self._columns[name].start + i, 1.0) for i, s in enumerate(data)]
+            for name, data in rows.items()
         }
-        ends = accumulate(map(len, rows.values()), initial=0)
-        self._begins = dict(zip(rows, ends, strict=False))
-        """Column of each job's first sequence in the totals."""
         self._totals = torch.zeros(
             2, sum(map(len, rows.values())), dtype=torch.float64, device=device
         )
@@ -88,51 +90,36 @@ class Evaluation:
         left = zip(slots, packed.left, strict=True)
         self._queues |= {name: own for name, own in left if name in waiting}
         results = scorer.predict([batch.executed for batch in packed.micro_batches])
-        begins = [self._begins.get(name, 0) for name in slots]
-        scored = zip(packed.contents, packed.micro_batches, results, strict=False)
-        for items, batch, (losses_T, right_T) in scored:
+        for batch, (losses_T, right_T) in zip(packed.micro_batches, results, strict=False):
             if packer.groups.counts_losses:
-                self._add(begins, items, batch, losses_T, right_T)
+                self._add(batch, losses_T, right_T)
 
     def results(self) -> list[EvalResult | None]:
-        """The scores once all rows have some; None for a job that has no rows.
+        """The scores once all rows have some; None for a job without evaluation rows.
 
-        Collective over the world.
+        A job of pairs that had no reference has one then. Collective over the world.
         """
         dist.all_reduce(self._totals)
         losses, wrong = self._totals.tolist() if self._totals.numel() else ([], [])
         results: list[EvalResult | None] = []
         for job in self._jobs:
-            count, begin = len(job.data.eval), self._begins.get(job.name, 0)
-            own = slice(begin, begin + count)
-            targets = sum(int(s.is_target.sum()) for s in job.data.eval)
-            exact = sum(w == 0 for w in wrong[own])
-            results.append(EvalResult(sum(losses[own]) / targets, exact / count) if count else None)
+            own = self._columns.get(job.name, slice(0))
+            results.append(job.take_scores(losses[own], wrong[own]))
         return results
 
-    def _add(
-        self,
-        begins: Sequence[int],
-        items: Sequence[Placed],
-        micro_batch: MicroBatch,
-        losses_T: Tensor,
-        right_T: Tensor,
-    ) -> None:
+    def _add(self, micro_batch: MicroBatch, losses_T: Tensor, right_T: Tensor) -> None:
         """Adds a micro-batch's sums to the totals of its sequences."""
         losses_T, right_T = map(micro_batch.restore_order, (losses_T, right_T))
         pieces = micro_batch.packed.view.pieces
         lengths = to_device(torch.tensor([p.length for p in pieces]), losses_T.device)
         wrong_T = (micro_batch.packed.weights > 0) & ~right_T
-        sums = torch.stack(
-            [segment_sums(losses_T, lengths), segment_sums(wrong_T.float(), lengths)]
-        )
-        # The padding's piece, if any, is the last one and has no item.
-        placed = [items[p.index] for p in pieces if p.index < len(items)]
-        index = torch.tensor(
-            [begins[slot] + item.index for slot, item, _ in placed], dtype=torch.int64
-        )
-        totals = self._totals
-        totals.index_add_(1, to_device(index, totals.device), sums[:, : len(placed)].double())
+        exact = micro_batch.packed.view.exactness is not None
+        sums = torch.stack([segment_sums(x, lengths, exact=exact) for x in (losses_T, wrong_T)])
+        # The padding's piece, if any, is the last one and of no job.
+        view, totals = micro_batch.packed.view, self._totals
+        columns = [p.document.first_token for p in pieces if p.document.slot < view.num_slots]
+        index = to_device(torch.tensor(columns, dtype=torch.int64), totals.device)
+        totals.index_add_(1, index, sums[:, : len(columns)].double())
 
 
 class HeldJobs:
@@ -154,7 +141,7 @@ class HeldJobs:
 
     def score_part(
         self, device: torch.device, score: Callable[[Evaluation], None]
-    ) -> tuple[JobState, EvalResult] | None:
+    ) -> tuple[JobState, EvalResult | None] | None:
         """Scores a part of the first job's rows; returns the job, held no more, behind the last."""
         job = self._jobs[0]
         if self._evaluation is None:
@@ -163,7 +150,6 @@ class HeldJobs:
         if not self._evaluation.is_complete:
             return None
         (result,) = self._evaluation.results()
-        assert result is not None, "only jobs with rows are held"
         self.drop(job)
         job.is_held = False
         return job, result

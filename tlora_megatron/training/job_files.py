@@ -88,6 +88,7 @@ class JobFiles:
             "eval_loss_after": after and after.loss,
             "exact_match_before": before and before.exact_match,
             "exact_match_after": after and after.exact_match,
+            **({"scores_after": after.scores} if after is not None and after.scores else {}),
             "tokens": job.tokens,
             "target_tokens": job.target_tokens,
             "truncated_sequences": job.data.num_truncated,
@@ -169,23 +170,32 @@ class JobFiles:
                 report.tokens,
                 report.time_s,
                 skipped=not outcome.applied,
+                scores=report.scores,
             )
 
     def log_eval(self, job: JobState, result: EvalResult) -> None:
         """Writes one evaluation, where metrics are written."""
         if job.name in self._metrics:
-            self._metrics[job.name].log_eval(job.step, result.loss, result.exact_match)
+            self._metrics[job.name].log_eval(
+                job.step, result.loss, result.exact_match, scores=result.scores
+            )
 
     def checkpoint(self, job: JobState, on_error: Callable[[Exception], None]) -> Target:
         """Returns the target that makes a checkpoint of the job's snapshot."""
         directory, name, step = self.folder(job) / "checkpoints", job.name, job.step
-        state = checkpoint_state(job, self._quantisation)
+        state, reference = checkpoint_state(job, self._quantisation), None
+        if job.spec.preference is not None and job.spec.preference.has_reference:
+            reference = job.reference
 
         def permit() -> None:
             self.before_checkpoint(name)
             self.permit(name)
 
         def write(snapshot: Snapshot) -> int:
+            if reference is not None:
+                permit()
+                directory.parent.mkdir(parents=True, exist_ok=True)
+                reference.write(directory.parent)
             folder = step_folder(directory, step)
             return write_checkpoint(folder, state, *snapshot.state(), permit)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,15 @@ from tlora_megatron.ops.dropout import mix_ints
 from tlora_megatron.training.data.job_data import BatchPlan, JobData
 from tlora_megatron.training.data.tokenize import TokenSequence
 from tlora_megatron.training.packing.packing import Item, batch_items
+from tlora_megatron.training.preference import (
+    Reference,
+    Scores,
+    drawn_pairs,
+    named,
+    pair_items,
+    scored,
+    sides_of,
+)
 
 
 def learning_rate(spec: ScheduleSpec, peak: float, step: int, num_steps: int) -> float:
@@ -40,7 +50,9 @@ class EvalResult(NamedTuple):
     """Mean over all target tokens."""
     exact_match: float
     """Share of sequences whose every target token is the model's first choice: what greedy decoding
-    gets exactly right."""
+    gets exactly right. Of pairs the chosen ones count."""
+    scores: Scores = {}  # noqa: RUF012
+    """Those of pairs (`preference.SCORES`)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,6 +82,10 @@ class JobState:
     """A step and its batch, if that was made ahead."""
     is_held: bool = False
     """Begins no batch for now, though it is active and keeps its slot."""
+    reference: Reference | None = None
+    """Of a job of pairs; None = they are not scored yet."""
+    nll_T: Tensor | None = None
+    """`-log p` of rows of clients or of pairs, fp32; 0 in those that another rank runs."""
 
     @property
     def name(self) -> str:
@@ -90,6 +106,43 @@ class JobState:
         """True if it is to be evaluated behind the step that it has just made."""
         every = self.spec.eval_every_steps
         return self.is_done or (every is not None and self.step % every == 0)
+
+    @property
+    def lacks_reference(self) -> bool:
+        """True if its pairs are to be scored before its first step."""
+        return self.spec.preference is not None and self.reference is None
+
+    @property
+    def sequences_to_score(self) -> list[TokenSequence]:
+        """The sequences of its next evaluation: those of its reference first, if it has none."""
+        pairs = drawn_pairs(self.plan) if self.lacks_reference else []
+        return [*sides_of(self.data.train, pairs), *self.data.eval]
+
+    def take_scores(self, losses: Sequence[float], wrong: Sequence[float]) -> EvalResult | None:
+        """Takes what an evaluation has found: the reference, if it had none, and the result.
+
+        Args:
+            losses: summed over the targets of each of `sequences_to_score`.
+            wrong: number of their targets that are not the first choice.
+
+        Returns:
+            None for a job without evaluation data.
+        """
+        count = len(self.data.eval)
+        if self.lacks_reference:
+            logps = [-loss for loss in losses]
+            self.reference = Reference.of(self.data, drawn_pairs(self.plan), logps)
+        if not count:
+            return None
+        losses, wrong = losses[-count:], wrong[-count:]
+        if self.spec.preference is None:
+            targets = sum(int(s.is_target.sum()) for s in self.data.eval)
+            return EvalResult(sum(losses) / targets, sum(w == 0 for w in wrong) / count)
+        assert self.reference is not None, "its pairs have been scored"
+        items = pair_items(self.data.eval, self.spec.preference, self.reference.eval)
+        loss, scores = scored(-torch.tensor(losses, dtype=torch.float64), items)
+        exact = sum(w == 0 for w in wrong[::2]) / len(items)
+        return EvalResult(float(loss), exact, named(scores))
 
     @property
     def is_at_end(self) -> bool:
@@ -119,8 +172,18 @@ class JobState:
 
     def batch(self, step: int | None = None) -> list[TokenSequence]:
         """Sequences of a step's global batch; None = the current one."""
-        step = self.step if step is None else step
-        return [self.data.train[i] for i in self.plan.indices(step)]
+        indices = self.plan.indices(self.step if step is None else step)
+        if self.spec.preference is not None:
+            return sides_of(self.data.train, indices)
+        return [self.data.train[i] for i in indices]
+
+    def items(self, step: int) -> list[Item]:
+        """A step's global batch as it is packed."""
+        if self.spec.preference is None:
+            return batch_items(self.batch(step))
+        assert self.reference is not None, f"job {self.name} steps without a reference"
+        reference_P2 = self.reference.train[list(self.plan.indices(step))]
+        return pair_items(self.batch(step), self.spec.preference, reference_P2)
 
     def items_ahead(self) -> list[Item]:
         """Sequences of the current batch that wait; if there are none, the next batch's."""
@@ -128,7 +191,7 @@ class JobState:
             return self.queue
         step = self.step + 1
         if self.upcoming is None or self.upcoming[0] != step:
-            self.upcoming = step, batch_items(self.batch(step))
+            self.upcoming = step, self.items(step)
         return self.upcoming[1]
 
     def begin_batch(self, device: torch.device) -> None:
@@ -136,7 +199,9 @@ class JobState:
         if self.loss is None and not self.is_held:
             ahead, self.upcoming = self.upcoming, None
             is_made = ahead is not None and ahead[0] == self.step
-            self.queue = ahead[1] if ahead and is_made else batch_items(self.batch())
+            self.queue = ahead[1] if ahead and is_made else self.items(self.step)
+            if self.spec.preference is not None:
+                self.nll_T = torch.zeros(sum(item.length for item in self.queue), device=device)
             self.loss = torch.zeros((), device=device)
             self.batch_time_s = 0.0
 
@@ -148,7 +213,7 @@ class JobState:
         self.tokens += tokens
         self.target_tokens += targets
         self.step += 1
-        self.loss = None
+        self.loss = self.nll_T = None
         return tokens, targets
 
     def placeholder(self) -> JobState:
@@ -165,7 +230,9 @@ class JobState:
 
     def progress(self) -> dict[str, Any]:
         """Values that a checkpoint keeps; data order and dropout follow from seed and step."""
-        return {key: getattr(self, key) for key in self.SAVED}
+        before = self.eval_before  # only that of pairs has scores
+        kept = before and before[: 2 + bool(before.scores)]
+        return {key: getattr(self, key) for key in self.SAVED} | {"eval_before": kept}
 
     def restore(self, progress: dict[str, Any]) -> None:
         for key in self.SAVED:

@@ -231,7 +231,8 @@ class Loop:
         scored = self._held.score_part(self.super_model.groups.device, score)
         if scored is not None:
             job, result = scored
-            self._note_evaluation(job, result)
+            if result is not None:
+                self._note_evaluation(job, result)
             if job.is_done:
                 self._retire([job])
 
@@ -258,7 +259,9 @@ class Loop:
         done = [job for job in jobs if job.is_done]
         self._fail_unmoved(done)
         begun = [job for job in jobs if job.is_active]
-        self._evaluate([job for job in begun if job.eval_before is None or job.is_done])
+        self._evaluate(
+            [j for j in begun if j.eval_before is None or j.is_done or j.lacks_reference]
+        )
         for job in begun:
             if job.is_done:
                 self.saves.save_adapter(job)
@@ -305,10 +308,11 @@ class Loop:
         self.reports.note(job.name, f"failed: {reason}")
 
     def _evaluate(self, jobs: Sequence[JobState]) -> None:
-        if not any(job.data.eval for job in jobs):
+        scored = [job for job in jobs if job.data.eval or job.lacks_reference]
+        if not scored:
             return
         if self._is_live:
-            self._held.add([job for job in jobs if job.data.eval])
+            self._held.add(scored)
             return
         with timeline.phase("evaluation"):
             results = self.super_model.evaluate(jobs, lambda: self.watch.tick("an evaluation"))

@@ -124,6 +124,7 @@ class JobMetrics:
         time_s: float,
         *,
         skipped: bool = False,
+        scores: Mapping[str, float] = {},
     ) -> None:
         """Writes one optimizer step.
 
@@ -132,6 +133,7 @@ class JobMetrics:
             grad_norm: 2-norm over the whole adapter, before clipping.
             target_tokens: tokens the loss is taken over, in the whole global batch.
             time_s: wall time since the job's previous step.
+            scores: more values, by name.
 
         Raises:
             RuntimeError: if `step` is not greater than the last one, since each step stands once.
@@ -143,23 +145,33 @@ class JobMetrics:
             )
         self._last_step = step
         record: dict[str, Any] = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr}
-        record |= {"target_tokens": target_tokens, "tokens": tokens, "time_s": time_s}
+        record |= {"target_tokens": target_tokens, "tokens": tokens, "time_s": time_s, **scores}
         if skipped:
             record["skipped"] = True
-        self._write(record, {f"train/{name}": record[name] for name in _TRAIN_SCALARS})
+        self._write(record, {f"train/{name}": record[name] for name in (*_TRAIN_SCALARS, *scores)})
 
-    def log_eval(self, step: int, eval_loss: float, exact_match: float | None) -> None:
+    def log_eval(
+        self,
+        step: int,
+        eval_loss: float,
+        exact_match: float | None,
+        *,
+        scores: Mapping[str, float] = {},
+    ) -> None:
         """Writes one evaluation after `step` updates; a step evaluated before is not repeated.
 
         Args:
             step: updates done so far; 0 = before training.
             exact_match: share of sequences generated exactly, 0 to 1; None = not measured.
+            scores: more values, by name.
         """
         if step <= self._last_eval_step:
             return
         self._last_eval_step = step
         record = {"step": step, "eval_loss": eval_loss, "eval_exact_match": exact_match}
-        self._write(record, {f"eval/{tag}": record[name] for name, tag in _EVAL_SCALARS.items()})
+        scalars = {f"eval/{tag}": record[name] for name, tag in _EVAL_SCALARS.items()}
+        record |= {f"eval_{name}": value for name, value in scores.items()}
+        self._write(record, scalars | {f"eval/{name}": value for name, value in scores.items()})
 
     def flush(self) -> None:
         """Writes what the disk has refused; raises an `OSError` if it still does."""

@@ -24,12 +24,12 @@ from tlora_megatron.training.packing.packing import (
     Item,
     MicroBatch,
     PackedBatch,
-    Placed,
     Round,
     RoundShape,
 )
 from tlora_megatron.training.packing.portions import FilledRound, RoundRule
 from tlora_megatron.training.packing.round_packer import RoundPacker
+from tlora_megatron.training.preference import Scores, named, sum_pairs
 from tlora_megatron.training.round_timing import BusyShare, RateCorrection, RoundTiming
 
 CutFor = Callable[[Sequence[JobState]], CutDocuments]
@@ -42,9 +42,9 @@ class Engine(Scorer, Protocol):
     def forward_backward(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Accumulates gradients in the bank; returns weighted losses `[T]` of each batch.
 
-        Of the rows of clients these are the negative log-probabilities. Empty on pipeline stages
-        other than the last. In a pipeline there is at least one batch, and all have the same number
-        of rows; without one there may be none.
+        Of rows of clients and of pairs these are `-log p`. Empty on pipeline stages other than the
+        last. In a pipeline there is at least one batch, and all have the same number of rows;
+        without one there may be none.
         """
         ...
 
@@ -61,6 +61,8 @@ class StepReport(NamedTuple):
     tokens: int
     target_tokens: int
     time_s: float
+    scores: Scores
+    """Those of a batch of pairs; empty for other jobs."""
 
 
 class SuperModel(Generic[EngineT]):
@@ -115,8 +117,6 @@ class SuperModel(Generic[EngineT]):
         self._round_begin_s = 0.0
         self._micro_batches: list[MicroBatch] = []
         """The round under way."""
-        self._contents: list[tuple[Placed, ...]] = []
-        """The items of each of them."""
         self.set_jobs(jobs)
 
     def set_jobs(self, jobs: Sequence[JobState]) -> None:
@@ -171,7 +171,6 @@ class SuperModel(Generic[EngineT]):
         if self.timing is not None:
             self.busy.add(self.timing.ends_ps(packed.round))
         self.round, self._micro_batches = packed.round, packed.micro_batches
-        self._contents = packed.contents
         for job, queue in zip(self.jobs, packed.left, strict=True):
             job.queue = queue
         batches = [micro_batch.executed for micro_batch in self._micro_batches]
@@ -208,22 +207,34 @@ class SuperModel(Generic[EngineT]):
                 pipeline stages other than the last.
         """
         self._fill_ahead()
-        for micro_batch, items, losses_T in zip(
-            self._micro_batches, self._contents, losses, strict=False
-        ):
+        for micro_batch, losses_T in zip(self._micro_batches, losses, strict=False):
             self._add_losses(micro_batch, losses_T)
             if micro_batch.packed.sent is not None and self.groups.counts_losses:
-                collect(self.jobs, micro_batch, items, losses_T)
-        self._micro_batches, self._contents = [], []
+                collect(self.jobs, micro_batch, losses_T)
+        self._micro_batches = []
         self._rounds += 1
         complete = self._end_placeholders()
+        scores = self._sum_pairs(complete)
         requests = [self._request(slot) for slot in complete]
         exact = self.round_shape.exactness is not None
         outcomes = step_adapters(self.bank, self.groups, requests, exact=exact)
         round_s = time.perf_counter() - self._round_begin_s
         for job in self.jobs:
             job.batch_time_s += round_s
-        return [self._report(self.jobs[s], o) for s, o in zip(complete, outcomes, strict=True)]
+        return [
+            self._report(self.jobs[slot], outcome, scores.get(slot))
+            for slot, outcome in zip(complete, outcomes, strict=True)
+        ]
+
+    def _sum_pairs(self, complete: Sequence[int]) -> dict[int, Tensor]:
+        """Gives complete batches of pairs their losses; returns their scores by slot."""
+        own = {slot: self.jobs[slot] for slot in complete}
+        batches = {s: (j.items(j.step), j.nll_T) for s, j in own.items() if j.nll_T is not None}
+        found = dict(zip(batches, sum_pairs([*batches.values()]), strict=True))
+        for slot, (loss, _) in found.items():
+            # The world's losses are summed: one rank counts it.
+            own[slot].loss = loss.float() * self.groups.is_writer
+        return {slot: scores for slot, (_, scores) in found.items()}
 
     def evaluate(
         self, jobs: Sequence[JobState], on_part: Callable[[], None] = lambda: None
@@ -257,10 +268,9 @@ class SuperModel(Generic[EngineT]):
         """
         packed = self._packer(()).pack_part(queues, first_slot=self._rounds, micro_batches=1)
         results = self.engine.predict([batch.executed for batch in packed.micro_batches])
-        scored = zip(packed.micro_batches, packed.contents, results, strict=False)
-        for micro_batch, items, (nll_T, _) in scored:
+        for micro_batch, (nll_T, _) in zip(packed.micro_batches, results, strict=False):
             if micro_batch.packed.sent is not None and self.groups.counts_losses:
-                collect(self.jobs, micro_batch, items, nll_T)
+                collect(self.jobs, micro_batch, nll_T)
         return packed.left
 
     def _packer(self, dropout_keys: Sequence[int]) -> RoundPacker:
@@ -299,7 +309,7 @@ class SuperModel(Generic[EngineT]):
         for index, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
             if not length or slot == view.num_slots:
                 continue
-            if (job := self.jobs[slot]).is_driven:
+            if (job := self.jobs[slot]).nll_T is not None:
                 continue
             assert job.loss is not None, f"job {job.name} has rows but no batch"
             job.loss.add_(sums_G[index])
@@ -309,10 +319,11 @@ class SuperModel(Generic[EngineT]):
         assert job.loss is not None, f"job {job.name} steps without a batch"
         return StepRequest(slot, job.spec.optimizer, job.lr, job.updates, job.loss)
 
-    def _report(self, job: JobState, outcome: StepOutcome) -> StepReport:
+    def _report(self, job: JobState, outcome: StepOutcome, scores: Tensor | None) -> StepReport:
         lr, time_s = job.lr, job.batch_time_s
         tokens, target_tokens = job.end_batch()
         job.updates += outcome.applied
         job.nonfinite_in_a_row = 0 if outcome.applied else job.nonfinite_in_a_row + 1
         job.last_loss = outcome.loss
-        return StepReport(job, outcome, lr, tokens, target_tokens, time_s)
+        found = {} if scores is None else named(scores)
+        return StepReport(job, outcome, lr, tokens, target_tokens, time_s, found)

@@ -5,8 +5,8 @@
 A watched job of each drawn mix trains alone, again, beside neighbours of which one's weights
 overflow, beside others, and resumed beside others; losses, gradient norms, weights and moments must
 have one sha256. `runs` and `equal` count those after the first. Then jobs that fill one micro-batch
-exactly train with the fastest kernels and with the exact ones in turns: `step_ms_default` and
-`step_ms` are medians of whole rounds. Returns 1 if a run is not equal.
+exactly train with the fastest kernels and with the exact ones in turns, in rounds of which medians
+are told. Returns 1 if a run is not equal.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from scripts.bench.harness.training_jobs import job_on
 from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.ops.exactness import Exactness
+from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 from tlora_megatron.training.job_state import JobState
 from tlora_megatron.training.nano.rounds import rank_aware_cut
@@ -262,8 +263,8 @@ def report(
 ) -> None:
     row = {
         "gpu": gpu_name(), "world": int(os.environ.get("WORLD_SIZE", "1")), "commit": args.commit,
-        "layout": layout, "runs": count.runs, "equal": count.equal, "step_ms": times[0],
-        "step_ms_default": times[1],
+        "layout": f"{layout}{', flash-attn-4' if flash4.used_on(torch.device('cuda')) else ''}",
+        "runs": count.runs, "equal": count.equal, "step_ms": times[0], "step_ms_default": times[1],
     }  # fmt: skip
     if args.csv and is_main():
         append_rows(args.csv, [row])

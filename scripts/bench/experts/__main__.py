@@ -1,6 +1,6 @@
 """Times training steps over bases with routed experts against the same base without any adapter.
 
-    python -m scripts.bench.experts --cases experts --profile
+    python -m scripts.bench.experts --cases experts --kernels k.txt
     python -m scripts.bench.experts --model configs/models/mixtral-8x7b.json --layers 4
 
 Cases: `attention` has eight jobs of ranks 4 to 64 on attention alone, `experts` the same on all
@@ -92,7 +92,7 @@ class Bench:
             vocab_size=self.spec.vocab_size,
         )
         rounds = args.micro_batches * -(-args.rounds // args.micro_batches)
-        effort = Effort(args.micro_batches, rounds, 0, args.profile)
+        effort = Effort(args.micro_batches, rounds, 0, args.kernels)
         timings = run_together(project, mix, effort)
         floor_ms = timings["floor"].step_s * 1e3
         for mode, timing in timings.items():
@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=16, help="timed micro-batches at least")
     parser.add_argument("--routing", choices=("uniform", "skewed"), default="uniform")
     parser.add_argument("--ep", type=int, default=1, help="GPUs that share the experts")
-    parser.add_argument("--profile", action="store_true", help="print the kernels of one round")
+    parser.add_argument("--kernels", type=Path, help="write the kernels of a round to this file")
     Bench(parser.parse_args()).run()
     return 0
 

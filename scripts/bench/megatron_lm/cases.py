@@ -183,18 +183,12 @@ def compare(layout: Layout, out: Path, expected: Oracle, common: Mapping[str, st
         got = losses(out, job) if trained else []
         rows.append(
             {
-                "gpu": common["gpu"],
-                "world": layout.world,
-                "versions": common["versions"],
-                "commit": common["commit"],
-                "megatron_lm": common["megatron_lm"],
-                "layout": layout.name,
-                "precision": layout.precision,
-                "job": job,
-                "steps": len(got),
+                "gpu": common["gpu"], "world": layout.world, "versions": common["versions"],
+                "commit": common["commit"], "megatron_lm": common["megatron_lm"],
+                "layout": layout.name, "precision": layout.precision, "job": job, "steps": len(got),
                 "max_rel_loss_error": largest_loss_error(got, alone),
             }
-        )
+        )  # fmt: skip
     return rows
 
 

@@ -155,26 +155,19 @@ def rows_of(layers: Layers, case: Case, args: argparse.Namespace, model: str) ->
         summed = sum(map(tensor_bytes, layers.replicated(name)))
         rows.append(
             {
-                "gpu": gpu_name(),
-                "world": layers.layout.world_size,
-                "versions": versions("megatron-core"),
-                "commit": args.commit,
-                "model": model,
-                "tokens": args.tokens,
-                "adapters": case.adapters,
-                "rank": case.rank,
-                "strategy": name,
-                "step_ms": round(medians[name] * 1e3, 3),
+                "gpu": gpu_name(), "world": layers.layout.world_size,
+                "versions": versions("megatron-core"), "commit": args.commit, "model": model,
+                "tokens": args.tokens, "adapters": case.adapters, "rank": case.rank,
+                "strategy": name, "step_ms": round(medians[name] * 1e3, 3),
                 "frozen_ms": round(medians[FROZEN] * 1e3, 3),
                 "lora_collectives_per_layer": round(extra / layers.spec.num_layers, 2),
                 "lora_bytes_per_layer": extra_bytes // layers.spec.num_layers,
                 "gradient_sum_bytes_per_layer": summed // layers.spec.num_layers,
-                "own_rank": lora.rank,
-                "parameters_per_layer": parameters(layers.spec, lora),
+                "own_rank": lora.rank, "parameters_per_layer": parameters(layers.spec, lora),
                 "sequence_parallel": layers.layout.sequence_parallel,
                 "layers": layers.spec.num_layers,
             }
-        )
+        )  # fmt: skip
     layers.forget()
     return rows
 

@@ -5,13 +5,15 @@
         hf_liger --mixes "512 a step" "1024 a step" "2048 a step" "4096 a step" "8192 a step"
 
 Mixes: `batch 1-8` and `batch 1-4` have sequences of real lengths and rounds of one micro-batch;
-`full micro-batch` fills one micro-batch exactly; in `512 a step` all steps have so many tokens.
+`full micro-batch` fills one micro-batch exactly; in `512 a step` all steps have so many tokens, in
+sequences of at most `--longest`.
 
-Modes: `floor` is forward and input gradients of the frozen backbone; `adapters` runs the same
-micro-batches with all jobs' branches and factor gradients; `together` is whole rounds, packing and
-optimizer steps included; `sequential` trains the jobs one after another. `hf_peft` is one job of
-rank 16 on all linears by transformers and PEFT (bf16, sdpa, fused AdamW), with factors in bf16 and,
-as PEFT does by default, in fp32; `hf_compile` is compiled by torch, `hf_liger` has Liger's kernels.
+Modes: `gemms` is the products of forward and input gradients alone, `floor` all that the frozen
+backbone does for them; `adapters` runs the same micro-batches with all jobs' branches and factor
+gradients; `together` is whole rounds, packing and optimizer steps included; `sequential` trains the
+jobs one after another. `hf_peft` is one job of rank 16 on all linears by transformers and PEFT
+(bf16, sdpa, fused AdamW), with factors in bf16 and, as PEFT does by default, in fp32; `hf_compile`
+is compiled by torch, `hf_liger` has Liger's kernels.
 
 With `--precisions` a base of each is on the GPU, and their rounds and floors take turns, block by
 block; rows have other columns then, and PEFT's fastest alone stands beside. Weights and tokens are
@@ -64,7 +66,7 @@ from tlora_megatron.model.layout import ParallelLayout
 from tlora_megatron.model.spec import ModelSpec
 from tlora_megatron.profiling.synthetic_run import SyntheticRun
 
-TOGETHER: tuple[Mode, ...] = ("floor", "adapters", "together")
+TOGETHER: tuple[Mode, ...] = ("gemms", "floor", "adapters", "together")
 MODES = (*TOGETHER, "sequential", "hf_peft")
 STACKS: tuple[Stack, ...] = ("hf_peft", "hf_compile", "hf_liger")
 """Single jobs of others; Liger's last, since its kernels stay."""
@@ -119,7 +121,7 @@ class Bench:
             )  # fmt: skip
             for side in sides:
                 floor_s = side.timing("floor").step_s
-                for mode in TOGETHER:
+                for mode in TOGETHER[1:]:
                     if mode in args.modes:
                         jobs, timing = f"{len(mix.specs)} ({mix.name})", side.timing(mode)
                         self._add_side(mode, side.precision, jobs, timing, floor_s)
@@ -133,7 +135,7 @@ class Bench:
         args = self.args
         run = SyntheticRun(self.spec, self.layout, dtype=torch.bfloat16, recompute=args.recompute)
         project = Project(run=run, micro_batch_tokens=args.tokens)
-        effort = Effort(args.warmup, args.rounds, args.steps, args.profile)
+        effort = Effort(args.warmup, args.rounds, args.steps, args.kernels)
         for mix in self._mixes():
             jobs = f"{len(mix.specs)} ({mix.name})"
             if set(args.modes) & set(TOGETHER):
@@ -142,6 +144,8 @@ class Bench:
                     if mode in args.modes:
                         ratio = timings[mode].step_s / timings["floor"].step_s
                         self._add(mode, jobs, timings[mode], mix.target_share, ratio)
+                over = timings["together"].step_s / timings["gemms"].step_s
+                say(f"{jobs}: together takes {over:.3f} of the GEMMs alone")
             if "sequential" in args.modes:
                 timing = run_sequential(project, mix, effort)
                 self._add("sequential", jobs, timing, mix.target_share)
@@ -155,7 +159,8 @@ class Bench:
         )  # fmt: skip
         mixes.append(full_micro_batch(args.tokens, vocab_size=vocab_size, dropout=args.dropout))
         for name in EQUAL_STEPS:
-            mixes.append(equal_steps(name, vocab_size=vocab_size, dropout=args.dropout))
+            sizes = {"vocab_size": vocab_size, "dropout": args.dropout, "longest": args.longest}
+            mixes.append(equal_steps(name, **sizes))
         chosen = [mix for mix in mixes if mix.name in args.mixes]
         for mix in chosen:
             say(f"{mix.name}: sequences of {mean_length(mix):.0f} tokens in the mean")
@@ -199,7 +204,7 @@ class Bench:
             percentiles = {name: round(seconds * 1e3, 2) for name, seconds in found.items()}
         row = {
             "gpu": gpu_name(),
-            "versions": versions("megatron-core", *(["peft"] if mode == "hf_peft" else [])),
+            "versions": versions("megatron-core", "peft" if mode == "hf_peft" else "flash-attn-4"),
             "commit": args.commit, "model": args.model.stem, "tp": args.tp,
             "sequence_parallel": args.sequence_parallel, "recompute": args.recompute,
             "dropout": args.dropout, "jobs": jobs, "mode": mode,
@@ -292,14 +297,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--sequence-parallel", action="store_true")
     add("--recompute", default="none", choices=["none", "selective", "full"])
     add("--tokens", type=int, default=8192, help="rows of a micro-batch")
+    add("--longest", type=int, default=1024, help="of a sequence in mixes of equal steps")
     add("--lengths", type=Path, help="CSV of real lengths; default: drawn from its quantiles")
     add("--target-share", type=float, default=1.0, help="of each sequence's tokens, batch mixes")
     add("--dropout", type=float, default=0.0)
     add("--warmup", type=int, default=3)
     add("--rounds", type=int, default=12, help="timed, of all jobs together and of the floor")
     add("--steps", type=int, default=3, help="timed, of each job alone")
-    add("--profile", action="store_true", help="print the kernels of a round, adapters and floor")
-    add("--kernels", type=Path, help="write the kernels of a round of each precision to this file")
+    add("--kernels", type=Path, help="write the kernels of a round of each mode to this file")
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if args.tp != world:
@@ -307,10 +312,9 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.modes is None:
         modes = ("floor", "together", "hf_peft") if args.precisions else MODES
         args.modes = [mode for mode in modes if args.tp == 1 or mode in TOGETHER]
-    if args.precisions and ("together" not in args.modes or "sequential" in args.modes):
-        parser.error("--modes must name together, and not sequential, with --precisions")
-    if args.kernels and not args.precisions:
-        parser.error("--kernels must come with --precisions; --profile prints those of one")
+    alone = {"sequential", "gemms"} & set(args.modes)
+    if args.precisions and ("together" not in args.modes or alone):
+        parser.error("--modes must name together, not sequential or gemms, with --precisions")
     if args.tp > 1 and set(STACKS) & set(args.modes):
         parser.error("--modes must not name other stacks with --tp above 1")
     if set(STACKS[1:]) & set(args.modes) and not args.precisions:

@@ -93,20 +93,21 @@ def full_micro_batch(tokens: int, *, vocab_size: int, dropout: float) -> Mix:
     return Mix(name=FULL, specs=tuple(specs), data=tuple(data), target_share=0.5)
 
 
-def equal_steps(name: str, *, vocab_size: int, dropout: float) -> Mix:
+def equal_steps(name: str, *, vocab_size: int, dropout: float, longest: int = 1024) -> Mix:
     """Eight jobs whose optimizer steps all have as many tokens as a mix of `EQUAL_STEPS` says."""
-    batch, length = step_shape(EQUAL_STEPS[name])
+    batch, length = step_shape(EQUAL_STEPS[name], longest)
     draw = np.random.default_rng(0)
     data = tuple(
         tuple(sequence(draw, length, vocab_size, 1.0) for _ in range(2 * batch)) for _ in RANKS
     )
-    specs = tuple(_spec(index, batch, dropout) for index in range(len(RANKS)))
+    specs = (_spec(index, batch, dropout) for index in range(len(RANKS)))
+    specs = tuple(replace(spec, max_seq_len=longest + 1) for spec in specs)
     return Mix(name=name, specs=specs, data=data, target_share=1.0)
 
 
-def step_shape(tokens: int) -> tuple[int, int]:
+def step_shape(tokens: int, longest: int = 1024) -> tuple[int, int]:
     """Sequences and their length in a step of so many tokens."""
-    length = min(tokens, 1024)
+    length = min(tokens, longest)
     return tokens // length, length
 
 

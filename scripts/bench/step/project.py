@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from scripts.bench.harness.clock import Timing, allocated, is_main, timed, total, wait_for_device
+from scripts.bench.harness.clock import Timing, allocated, is_main, timed, total
 from scripts.bench.harness.kernel_table import kernel_table
 from scripts.bench.harness.training_jobs import fresh_job, real_tokens
 from scripts.bench.step.jobs import Mix
@@ -31,7 +30,7 @@ from tlora_megatron.training.packing.packing import PackedBatch
 from tlora_megatron.training.super_model import SuperModel
 
 Precision = Literal["bf16", "fp8"]
-Mode = Literal["floor", "adapters", "together"]
+Mode = Literal["gemms", "floor", "adapters", "together"]
 
 
 class Effort(NamedTuple):
@@ -42,8 +41,8 @@ class Effort(NamedTuple):
     """Timed rounds of all jobs together, and of the floor."""
     steps: int
     """Timed steps of each job alone, after two that warm up."""
-    profile: bool = False
-    """Print the kernels of one more round."""
+    kernels: Path | None = None
+    """The kernels of one more round are written there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,29 +91,54 @@ class _Recorder:
 
 
 def run_together(project: Project, mix: Mix, effort: Effort) -> dict[Mode, Timing]:
-    """Times rounds of all jobs, then their micro-batches again with and without adapters."""
+    """Times rounds of all jobs, their micro-batches without packing, without adapters, as GEMMs."""
     super_model = project.super_model(mix)
     recorder: Any = super_model.engine
-    together = timed(super_model.train_round, effort.warmup, effort.rounds)
+    found: dict[Mode, Timing] = {}
+
+    def run(mode: Mode, step: Callable[[], object]) -> None:
+        found[mode] = timed(step, effort.warmup, effort.rounds)
+        if effort.kernels is not None:
+            _look(step, f"{mix.name}, {mode}", effort.kernels)
+
+    run("together", super_model.train_round)
     batches = list(recorder.batches)
-    if effort.profile:
-        _print_profile(super_model.train_round)
-    adapters = _run_batches(project, batches, effort)
+    turns, engine = itertools.cycle(batches), project.run.engine
+    run("adapters", lambda: engine.forward_backward([next(turns)]))
     del super_model, recorder
     project.detach()
-    floor = _run_batches(project, batches, effort)
-    tokens = sum(map(real_tokens, batches[effort.warmup :]))
-    found: dict[Mode, Timing] = {"floor": floor, "adapters": adapters, "together": together}
+    turns = itertools.cycle(batches)
+    run("floor", lambda: engine.forward_backward([next(turns)]))
+    if project.run.spec.experts is None:
+        products = products_alone(project.run, max(b.tokens.shape[1] for b in batches))
+        turns = itertools.cycle(batches)
+        run("gemms", lambda: products(next(turns)))
+    tokens = sum(map(real_tokens, batches[effort.warmup :][: effort.rounds]))
     return {mode: timing._replace(tokens=tokens) for mode, timing in found.items()}
 
 
-def _run_batches(project: Project, batches: Sequence[PackedBatch], effort: Effort) -> Timing:
-    """Forward and backward of recorded micro-batches on whatever is attached."""
-    engine, turns = project.run.engine, iter(batches)
-    timing = timed(lambda: engine.forward_backward([next(turns)]), effort.warmup, effort.rounds)
-    if effort.profile:
-        _print_profile(lambda: engine.forward_backward([batches[0]]))
-    return timing
+def _look(step: Callable[[], object], title: str, file: Path) -> None:
+    kernel_table(step, title, file) if is_main() else step()
+
+
+def products_alone(run: SyntheticRun, most_rows: int) -> Callable[[PackedBatch], None]:
+    """Runs the products of a dense model's forward pass and input gradients, and nothing else."""
+    blocks = [module.weight for _, module in run.linears]
+    head = run.engine.model.output_layer.weight
+    widest = max(size for weight in (*blocks, head) for size in weight.shape)
+    values = torch.randn(most_rows * widest, dtype=head.dtype, device=head.device)
+
+    def products(batch: PackedBatch) -> None:
+        rows, targets = batch.tokens.shape[1], len(batch.target_rows)
+        at = lambda rows, width: values[: rows * width].view(rows, width)  # noqa: E731
+        for weight in blocks:
+            at(rows, weight.shape[1]) @ weight.t()
+        at(targets, head.shape[1]) @ head.t()
+        at(targets, head.shape[0]) @ head
+        for weight in reversed(blocks):
+            at(rows, weight.shape[0]) @ weight
+
+    return products
 
 
 def run_sequential(project: Project, mix: Mix, effort: Effort) -> Timing:
@@ -140,22 +164,6 @@ def whole_step(super_model: SuperModel) -> Callable[[], None]:
             pass
 
     return step
-
-
-def _print_profile(run: Callable[[], object]) -> None:
-    """Prints where the device's time goes in one call, and how long the call took the host."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as trace:
-        begin = time.perf_counter()
-        run()
-        launched = time.perf_counter() - begin
-        wait_for_device()
-        whole = time.perf_counter() - begin
-    if is_main():
-        print(f"host {launched * 1e3:.1f} ms until it returned, {whole * 1e3:.1f} until all ended")
-        table = trace.key_averages()
-        columns = {"row_limit": 35, "max_name_column_width": 80}
-        print(table.table(sort_by="self_cuda_time_total", **columns))
 
 
 class Side:
@@ -225,10 +233,7 @@ class Side:
         """Appends the kernels of one round of a mode to a file."""
         run = self._prepare(mode)
         run()
-        if is_main():
-            kernel_table(run, f"{title}, {self.precision} {mode}", file)
-        else:
-            run()
+        _look(run, f"{title}, {self.precision} {mode}", file)
 
     def _prepare(self, mode: Mode) -> Any:
         """Attaches what a mode runs with; what runs one round of it."""

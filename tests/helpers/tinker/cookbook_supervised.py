@@ -31,20 +31,11 @@ def main() -> None:
         ),
     )
     config = train.Config(
-        log_path=log_folder,
-        model_name="base",
-        recipe_name="recipe_sl_basic",
-        renderer_name="role_colon",
-        dataset_builder=dataset,
-        learning_rate=1e-3,
-        lr_schedule="constant",
-        num_epochs=steps,
-        lora_rank=8,
-        adam_eps=1e-30,
-        save_every=0,
-        eval_every=0,
-        infrequent_eval_every=0,
-    )
+        log_path=log_folder, model_name="base", recipe_name="recipe_sl_basic",
+        renderer_name="role_colon", dataset_builder=dataset, learning_rate=1e-3,
+        lr_schedule="constant", num_epochs=steps, lora_rank=8, adam_eps=1e-30, save_every=0,
+        eval_every=0, infrequent_eval_every=0,
+    )  # fmt: skip
     asyncio.run(train.main(config))
 
 

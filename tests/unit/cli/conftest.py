@@ -8,21 +8,11 @@ import pytest
 import yaml
 
 JOB_RESULT = {
-    "status": "finished",
-    "reason": None,
-    "steps": 5,
-    "max_steps": 5,
-    "rank": 4,
-    "last_loss": 0.5,
-    "eval_loss_before": 2.0,
-    "eval_loss_after": 0.25,
-    "exact_match_before": 0.0,
-    "exact_match_after": 0.875,
-    "tokens": 12345,
-    "target_tokens": 1000,
-    "skipped_steps": 0,
+    "status": "finished", "reason": None, "steps": 5, "max_steps": 5, "rank": 4, "last_loss": 0.5,
+    "eval_loss_before": 2.0, "eval_loss_after": 0.25, "exact_match_before": 0.0,
+    "exact_match_after": 0.875, "tokens": 12345, "target_tokens": 1000, "skipped_steps": 0,
     "adapter": "out/jobs/one/adapter",
-}
+}  # fmt: skip
 RUN_RESULT = {
     "tokens_per_s": 4321.0,
     "world_size": 2,

@@ -77,6 +77,22 @@ def test_data_as_trained_and_bad_lines(tmp_path: Path, tlora: Tlora) -> None:
     assert "--data must be given with a config file" in tlora("inspect", tmp_path, "--data", code=2)
 
 
+def test_files_are_checked_as_a_job_would_learn_them(tmp_path: Path, tlora: Tlora) -> None:
+    said = zip(("user", "assistant") * 2, "abcd", strict=True)
+    chat = {"messages": [{"role": role, "content": text} for role, text in said]}
+    (tmp_path / "chats").write_text(json.dumps([chat]))
+    base = QUICKSTART.parent / "quickstart" / "base"
+    words = ("data", "check", tmp_path / "chats", "--base", base, "--set=data.learn=each")
+    assert "\n<s>a\n⟦b</s>⟧\n<s>a\nb</s>c\n⟦d</s>⟧\n" in tlora(*words)
+    found = tlora.json(*words, "--rows=1", "--set=max_seq_len=5")
+    counts = {"rows": 1, "cut": 0, "left_out": 1, "tokens": 5, "learnt": 2, "longest": 5}
+    assert found.items() >= counts.items()
+    assert len(found["shown"]) == 1
+    assert "0 of 2 sequences cut to max_seq_len 5, 1 more dropped" in found["warnings"][0]
+    (tmp_path / "chats").write_text('[{"messages": []}, {}]')
+    assert [*re.findall(r"row \d", tlora(*words, code=1))] == ["row 1", "row 2"]
+
+
 def test_config_shows_replicas(config_file: Path, tlora: Tlora) -> None:
     form = "1xTP2+SP@12288/selective + 4xTP1@6144"
     out = tlora("inspect", config_file, f"--set=parallel.replicas={form}")

@@ -19,23 +19,10 @@ from tlora_megatron.service import store
 Answers = list[httpx.Response | Exception]
 ADDRESS = "http://127.0.0.1:1"
 ROW = {
-    "id": "j1aaaa",
-    "name": "a",
-    "tenant": "ann",
-    "state": "running",
-    "wish": None,
-    "step": 1,
-    "num_steps": 2,
-    "tokens": 3,
-    "loss": 0.5,
-    "error": None,
-    "gang": "g1",
-    "gang_epoch": 1,
-    "submitted_at": 1.0,
-    "started_at": 2.0,
-    "ended_at": None,
-    "something_new": 1,
-}
+    "id": "j1aaaa", "name": "a", "tenant": "ann", "state": "running", "wish": None, "step": 1,
+    "num_steps": 2, "tokens": 3, "loss": 0.5, "error": None, "gang": "g1", "gang_epoch": 1,
+    "submitted_at": 1.0, "started_at": 2.0, "ended_at": None, "something_new": 1,
+}  # fmt: skip
 OVER = {**ROW, "state": "finished"}
 
 

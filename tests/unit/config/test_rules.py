@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tlora_megatron.config.job import DataSpec, JobSpec
-from tlora_megatron.config.load import fit_job, read_config, read_gang_config
+from tlora_megatron.config.load import config_to_dict, fit_job, read_config, read_gang_config
 from tlora_megatron.config.parallel_rules import (
     check_run_over_experts,
     check_run_without_experts,
@@ -180,6 +180,17 @@ def test_trainers_without_clients_refuse_it() -> None:
     document = {"base_model": BASE, "run": {"output_dir": "out"}, "jobs": [ENTRY]}
     with pytest.raises(ConfigError, match="driven of job 't' must be false here"):
         read_config(document, Path.cwd())
+
+
+def test_pairs_are_refused_in_somebody_else_s_trainer_and_other_losses_by_name(
+    tmp_path: Path,
+) -> None:
+    taken = config(tmp_path, job={"preference": {"loss": "simpo"}})
+    document = config_to_dict(taken)
+    with pytest.raises(ConfigError, match="preference of job 'a' must be left out in somebody"):
+        read_config(document, tmp_path, targets=None)
+    with pytest.raises(ConfigError, match=r"preference.loss must be one of dpo, orpo, simpo, got"):
+        config(tmp_path, job={"preference": {"loss": "kto"}})
 
 
 JOB = JobSpec(name="a", data=DataSpec(train="a.jsonl"), max_steps=1)

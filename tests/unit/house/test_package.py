@@ -48,7 +48,7 @@ def _imported(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
-        ("tlora_megatron", "train kernels deepspeed wandb serve tinker ray"),
+        ("tlora_megatron", "train kernels attention deepspeed wandb serve tinker ray data"),
         ("scripts", "train kernels verify deepspeed docs bench openai tinker"),
         ("tests", "test deepspeed wandb"),
     ],
@@ -60,9 +60,10 @@ def test_every_import_is_declared(
     declared = {r.name.lower() for r in requirements.required(project, extras.split())}
     # packaging and tokenizers come with transformers, pip's vendored copy with pip.
     declared |= {"packaging", "tokenizers", "tqdm", "huggingface-hub", "pip"}
-    # Scripts of tests/helpers/tinker run in interpreters of scripts/tinker_clients.sh.
-    declared |= {"tinker-cookbook", "chz"} if folder == "tests" else set()
+    # Scripts of tests/helpers that run in interpreters of their own (scripts/*.sh make them).
+    declared |= {"tinker-cookbook", "chz", "trl", "datasets"} if folder == "tests" else set()
     declared |= {"starlette"} if "fastapi" in declared else set()
+    declared |= {"flash-attn"} if "flash-attn-4" in declared else set()  # only on GPUs
     distributions = packages_distributions()
     undeclared = {
         name: sorted(set(distributions.get(name, [name])))
@@ -136,10 +137,15 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
         for path in (built / "source" / "configs" / "hardware").glob("*.json")
     }
     assert "tlora_megatron/planner/profiles/h200.json" in profiles
+    templates = {
+        f"tlora_megatron/config/chat_templates/{name.rpartition('/')[2]}"
+        for name in _files(built / "source", "configs/chat_templates")
+    }
+    assert "tlora_megatron/config/chat_templates/qwen3.jinja" in templates
     # The CUDA kernels' sources: they are compiled on first use.
     sources = {f"tlora_megatron/{name}" for name in _files(built / "source", "csrc")}
     assert "tlora_megatron/csrc/lora_gemm.cu" in sources
-    assert package == _files(built / "source", "tlora_megatron") | profiles | sources
+    assert package == _files(built / "source", "tlora_megatron") | profiles | sources | templates
     assert "tlora_megatron/py.typed" in package
     assert {name.split("/")[0] for name in names - package} == {
         f"tlora_megatron-{tlora_megatron.__version__}.dist-info"

@@ -51,14 +51,20 @@ class Case:
         return losses.detach(), hidden.grad
 
 
+@pytest.mark.parametrize("fills", [True, False], ids=["filled", "as long as needed"])
 @pytest.mark.parametrize("at_once", [16, 1024], ids=["three runs", "one run"])
 @pytest.mark.parametrize("num_targets", [0, 1, 33, ROWS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_losses_and_gradient(
-    dtype: torch.dtype, num_targets: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    num_targets: int,
+    at_once: int,
+    fills: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(head_module, "ROWS_AT_ONCE", at_once)
     case = Case(dtype, num_targets)
+    case.head.fills_runs = fills
     losses = case.head.losses(case.hidden, case.rows, case.labels)
     (losses * case.upstream).sum().backward()
     expected_losses, expected_grad = case.expected()
@@ -88,6 +94,7 @@ def test_score(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_row_s_bits_do_not_depend_on_the_number_of_targets() -> None:
     few, many = Case(torch.float32, 5), Case(torch.float32, ROWS)
+    few.head.fills_runs = many.head.fills_runs = True
     losses = [c.head.losses(c.hidden, c.rows, c.labels) for c in (few, many)]
     for case, loss in zip((few, many), losses, strict=True):
         (loss * case.upstream).sum().backward()
@@ -103,8 +110,8 @@ def test_gemms_have_one_height_whatever_the_micro_batch_has() -> None:
     for rows in (8, ROWS):
         hidden, labels = case.hidden.detach()[:rows, 0], case.labels[:rows]
         chosen = case.rows[case.rows < rows]
-        height = case.head.height(hidden, exactness)
-        heights = [len(c.logits_nV) for c in case.head.chunks(hidden, chosen, labels, height)]
+        found = case.head.chunks(hidden, chosen, labels, exactness)
+        heights = [len(chunk.logits_nV) for chunk in found]
         assert heights == [40]
     plain = case.head.losses(case.hidden, case.rows, case.labels)
     fixed = case.head.losses(case.hidden, case.rows, case.labels, exactness)

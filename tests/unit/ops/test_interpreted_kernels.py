@@ -19,7 +19,8 @@ OPS = Path(__file__).parent
 ADAMW, FROZEN = OPS / "adamw/test_adamw.py", OPS / "frozen/test_frozen_kernels.py"
 SUMS, CODES = OPS / "routing/test_segments.py", OPS / "quantised/test_quant_kernels.py"
 EXPERTS = OPS / "experts/test_expert_kernels.py"
-FP8 = OPS / "frozen/test_fp8_kernels.py"
+FP8, DECODING = OPS / "frozen/test_fp8_kernels.py", OPS / "test_decoding_kernels.py"
+GUARD = OPS / "frozen/test_flash4_guard.py"
 
 
 @pytest.mark.slow
@@ -29,7 +30,7 @@ def test_the_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None
     # Those of the frozen parts run as they are where there is a GPU.
     files = [ADAMW]
     if not torch.cuda.is_available():
-        files += [FROZEN, SUMS, CODES, FP8, EXPERTS]
+        files += [FROZEN, SUMS, CODES, FP8, EXPERTS, GUARD, DECODING]
     # In some files words select the tests of kernels, in those named after kernels all.
     words = ("-k", "kernel")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.helpers.launch import imported
+from tests.helpers.launch import imported, modules_in
 from tests.helpers.scenario import make_scenario
 from tests.helpers.tiny_models import tiny_config
-from tests.unit.house.test_floors import PACKAGE, is_within, modules_of
 from tlora_megatron.config.job import ServiceSpec
 from tlora_megatron.config.load import read_gang_config
 from tlora_megatron.config.reader import ConfigError
@@ -244,13 +244,10 @@ def test_mistakes_have_the_sentences_of_train(
         split_submissions(document, folder)
 
 
-def test_the_service_without_its_worker_imports_no_torch(repo: Path) -> None:
-    names = [name for name in modules_of(repo) if is_within(name, f"{PACKAGE}.service")]
-    names = [name for name in names if not is_within(name, f"{PACKAGE}.service.worker")]
-    own_process = [
-        f"{PACKAGE}.service.{name}" for name in ("engines.ray.bridge", "sampling.process")
-    ]
-    names = [name for name in names if name not in own_process]  # they import Ray, or torch
+def test_the_service_without_its_worker_imports_no_torch() -> None:
+    # These are other processes, which import torch or Ray.
+    own = re.compile(r"tlora_megatron\.service\.(worker\b|engines\.ray\.bridge|sampling\.process)")
+    names = [name for name in modules_in("service") if not own.match(name)]
     code = f"import importlib\nfor name in {names}: importlib.import_module(name)"
     assert not imported(code, "torch", "megatron", "transformers", "ray", "psycopg")
 

@@ -39,7 +39,7 @@ def loop_over(job: SimpleNamespace, kinds: Kinds, watch: RunWatch | None = None)
 def running_job() -> SimpleNamespace:
     return SimpleNamespace(
         name="a", step=0, is_active=True, is_done=False, is_held=False, eval_before=1.0,
-        data=SimpleNamespace(eval=()), plan=SimpleNamespace(num_steps=2),
+        lacks_reference=False, data=SimpleNamespace(eval=()), plan=SimpleNamespace(num_steps=2),
     )  # fmt: skip
 
 

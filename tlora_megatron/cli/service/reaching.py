@@ -57,12 +57,17 @@ def read_files(files: Sequence[str], overrides: Sequence[str], upload: Upload) -
     entries = [entry for document in documents for entry in document["jobs"]]
     refuse_duplicates("FILE...", [str(entry.get("name")) for entry in entries], ONE_BY_ONE)
     ids: dict[Path, str] = {}
+
+    def sent(named: Any) -> Any:
+        if isinstance(named, list):
+            return [sent(each) for each in named]
+        if isinstance(named, Path):
+            ids[named] = ids.get(named) or upload(named)
+        return ids.get(named, named)
+
     for entry in entries:
         data = entry.get("data") or {}
-        for key, value in data.items():
-            if isinstance(value, Path):
-                ids[value] = ids.get(value) or upload(value)
-                data[key] = ids[value]
+        data.update({key: sent(value) for key, value in data.items()})
     found = {key: documents[0][key] for key in documents[0] if key not in ("jobs", "defaults")}
     return {**found, "jobs": entries}
 
@@ -93,12 +98,19 @@ def _entry(entry: Any, defaults: Any, folder: Path, place: str) -> dict[str, Any
     merged = merge(defaults, entry)
     data = merged.get("data") or {}
     for key in _DATA:
-        named = data.get(key)
-        if isinstance(named, str) and not _FILE_ID.fullmatch(named):
-            path = folder / Path(named).expanduser()
-            if path.is_file():
-                data[key] = path.resolve()
+        if key in data:
+            data[key] = _here(data[key], folder)
     return merged
+
+
+def _here(named: Any, folder: Path) -> Any:
+    """The paths of files that are on this host; whatever else is named as it is."""
+    if isinstance(named, list):
+        return [_here(each, folder) for each in named]
+    if isinstance(named, str) and not _FILE_ID.fullmatch(named):
+        path = folder / Path(named).expanduser()
+        return path.resolve() if path.is_file() else named
+    return named
 
 
 _FEW = 4

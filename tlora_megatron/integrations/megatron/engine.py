@@ -13,11 +13,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
 from torch import Tensor, nn
 
 from tlora_megatron.integrations.megatron.nano_batches import NanoBatches
+from tlora_megatron.integrations.megatron.process_groups import groups_by_size
 from tlora_megatron.layers.sites import Site
 from tlora_megatron.layers.vocabulary_head import VocabularyHead
 from tlora_megatron.ops.routing import bind_current, use_micro_batch
@@ -152,7 +155,7 @@ class MegatronEngine:
         if self._head is not None:
             rows_n, labels_T = batch.target_rows, batch.labels[0]
             out = self._head.losses(out, rows_n, labels_T, batch.view.exactness)
-        return out, partial(_weighted_loss, batch)
+        return out, partial(self._weighted_loss, batch)
 
     def _predict_step(
         self, batches: Iterator[PackedBatch], model: nn.Module
@@ -168,15 +171,16 @@ class MegatronEngine:
             losses_T = losses_T * batch.weights
         return losses_T.sum(), ONE, {"losses": losses_T, "right": right_T}
 
+    def _weighted_loss(self, batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
+        add = None
+        if batch.pairs is not None and batch.view.cp_size > 1:
+            whole = parallel_state.get_context_parallel_group()
+            groups = groups_by_size(whole, self.groups.layout.cp_size)
+            add = partial(dist.all_reduce, group=groups[batch.view.cp_size])
+        losses_T, reported_T = batch.losses(losses.flatten(), add)
+        return losses_T.sum(), ONE, {"losses": reported_T}
+
 
 ONE = torch.tensor(1, dtype=torch.int)
 """Megatron's token count; unused, since `calculate_per_token_loss` scales nothing but gradients of
 parameters that a trainer knows, and there are none."""
-
-
-def _weighted_loss(batch: PackedBatch, losses: Tensor) -> tuple[Any, ...]:
-    if batch.sent is not None:
-        losses_T, reported_T = batch.sent.losses(losses.flatten(), batch.weights)
-        return losses_T.sum(), ONE, {"losses": reported_T}
-    losses_T = losses.flatten() * batch.weights
-    return losses_T.sum(), ONE, {"losses": losses_T.detach()}

@@ -12,10 +12,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.host_copy import Array, to_device
 from tlora_megatron.ops.routing import AttentionSpans, Document, MicroBatchView, pack_micro_batch
 
 
@@ -44,7 +45,9 @@ class KeyCache:
     def __init__(self, shape: CacheShape, num_rows: int, device: torch.device) -> None:
         self.shape = shape
         self.num_rows = num_rows
-        sizes = (num_rows, shape.num_kv_heads, shape.head_dim)
+        self.scratch_row = num_rows
+        """One more, which nobody reads: rows of a step that no sequence has write it."""
+        sizes = (num_rows + 1, shape.num_kv_heads, shape.head_dim)
         rooms = [
             torch.empty(sizes, dtype=shape.dtype, device=device)
             for _ in range(2 * shape.num_layers)
@@ -57,30 +60,26 @@ class KeyCache:
         """Rows that nobody holds."""
         return len(self._free)
 
-    def reserve(self, count: int) -> list[int] | None:
+    def reserve(self, count: int) -> Array | None:
         """Takes rows; None if fewer are free."""
         if count > len(self._free):
             return None
         first = len(self._free) - count
-        taken, self._free = self._free[first:], self._free[:first]
-        return taken
+        taken = self._free[first:]
+        del self._free[first:]
+        return np.array(taken, dtype=np.int64)
 
-    def release(self, rows: list[int]) -> None:
+    def release(self, rows: Array) -> None:
         """Gives rows back."""
-        self._free += rows
+        self._free += rows.tolist()
 
-    def extend(
-        self, layer: int, key_TGD: Tensor, value_TGD: Tensor, new_T: Tensor, all_K: Tensor
+    def write(
+        self, layer: int, key_TGD: Tensor, value_TGD: Tensor, new_T: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of new rows; returns those of all, in the order asked for.
-
-        Args:
-            new_T: rows that the new ones go to, int64.
-            all_K: rows to read, int64.
-        """
+        """Writes the keys and values of new rows, int64; returns those of the whole cache."""
         keys, values = self._keys[layer], self._values[layer]
         keys[new_T], values[new_T] = key_TGD, value_TGD
-        return keys[all_K], values[all_K]
+        return keys, values
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +91,7 @@ class Growth:
     past: int
     """Tokens of it that the cache holds."""
     tokens: tuple[int, ...]
-    rows: Sequence[int]
+    rows: Array
     """Cache rows of its tokens from the first on; at least those of past and new ones."""
 
 
@@ -133,12 +132,9 @@ class GrowingView(MicroBatchView):
 
     def _rows_from(self, name: str, begins: Sequence[int], device: torch.device) -> Tensor:
         def build() -> Tensor:
-            rows = [
-                row
-                for growth, begin in zip(self.growths, begins, strict=True)
-                for row in itertools.islice(growth.rows, begin, growth.past + len(growth.tokens))
-            ]
-            return to_device(torch.tensor(rows), device)
+            pairs = zip(self.growths, begins, strict=True)
+            rows = [g.rows[begin : g.past + len(g.tokens)] for g, begin in pairs]
+            return to_device(torch.from_numpy(np.concatenate(rows)), device)
 
         return self.cached(f"cache rows.{name}@{device}", build)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlora_megatron.integrations.megatron.decoder import Decoder, DecodeView
 from tlora_megatron.integrations.megatron.key_cache import (
     CacheShape,
     GrowingView,
@@ -18,14 +20,19 @@ from tlora_megatron.integrations.megatron.key_cache import (
 from tlora_megatron.integrations.megatron.layer.core_attention import PackedCoreAttention
 from tlora_megatron.integrations.megatron.layer.modules import mix
 from tlora_megatron.integrations.megatron.layer.norm_and_rotary import Rotary
+from tlora_megatron.layers.adapter_bank import AdapterBank
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.decoding_ops import attend_cached
 from tlora_megatron.ops.frozen.parts import HeadNorms, Vjp
 from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.lora.kernel_choice import runs_triton
 from tlora_megatron.ops.routing import MicroBatchView, use_micro_batch
+
+logger = logging.getLogger(__name__)
 
 
 class CachedCoreAttention(PackedCoreAttention):
-    """Mixin: in a `GrowingView`, keys and values go to its cache and come from it.
+    """Mixin: in a view of sequences that grow, keys and values go to a cache and come from it.
 
     Queries and keys are rotated by their positions in the whole sequence before that. There is no
     way back through a step.
@@ -49,15 +56,14 @@ class CachedCoreAttention(PackedCoreAttention):
     def _attend(
         self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, micro_batch: MicroBatchView
     ) -> Tensor:
-        if isinstance(micro_batch, GrowingView):
-            device = k_TGD.device
-            k_TGD, v_TGD = micro_batch.cache.extend(
-                self.tlora_layer,
-                k_TGD,
-                v_TGD,
-                micro_batch.new_rows(device),
-                micro_batch.key_rows(device),
-            )
+        if isinstance(micro_batch, DecodeView | GrowingView):
+            new_T = micro_batch.new_rows(k_TGD.device)
+            keys, values = micro_batch.cache.write(self.tlora_layer, k_TGD, v_TGD, new_T)
+            if isinstance(micro_batch, DecodeView):
+                out_TND = attend_cached(q_TND, keys, values, micro_batch.spans, self.scale)
+                return out_TND.reshape(len(q_TND), 1, -1)
+            rows_K = micro_batch.key_rows(k_TGD.device)
+            k_TGD, v_TGD = keys[rows_K], values[rows_K]
         return super()._attend(q_TND, k_TGD, v_TGD, micro_batch)
 
 
@@ -74,7 +80,15 @@ class Stepper:
         step_tokens: the most new tokens of a step.
     """
 
-    def __init__(self, model: Any, spec: ModelSpec, *, cache_bytes: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        spec: ModelSpec,
+        bank: AdapterBank,
+        *,
+        cache_bytes: int,
+        step_tokens: int,
+    ) -> None:
         weight = model.output_layer.weight
         self.model = model
         self.spec = spec
@@ -91,6 +105,15 @@ class Stepper:
             core = layer.self_attention.core_attention
             mix(CachedCoreAttention, core)
             core.tlora_layer = index
+        self.runs_ahead = self.device.type == "cuda"
+        """True if `step` comes back before it is computed."""
+        self.decoder: Decoder | None = None
+        """Of steps of single tokens; None = they are computed as others are."""
+        if spec.experts is not None or not runs_triton(weight):
+            why = "there is no GPU with Triton" if spec.experts is None else "the base has experts"
+            logger.info("decoding runs without CUDA graphs: %s", why)
+        else:
+            self.decoder = Decoder(self._hidden, self.cache, bank, records=True)
 
     @torch.no_grad()
     def step(self, growths: Sequence[Growth], num_slots: int) -> Tensor:
@@ -99,12 +122,16 @@ class Stepper:
         Args:
             growths: in ascending order of slot, not empty.
         """
+        if self.decoder is not None and all(len(growth.tokens) == 1 for growth in growths):
+            return self.decoder.step(growths, num_slots)
         view = growing_view(growths, self.cache, num_slots=num_slots, row_budget=self.step_tokens)
         tokens_T = torch.tensor([token for growth in growths for token in growth.tokens])
+        return self._hidden(view, to_device(tokens_T, self.device))
+
+    def _hidden(self, view: MicroBatchView, tokens_T: Tensor) -> Tensor:
         with use_micro_batch(view):
             hidden = self.model.embedding(
-                input_ids=to_device(tokens_T, self.device)[None],
-                position_ids=view.positions(self.device)[None],
+                input_ids=tokens_T[None], position_ids=view.positions(self.device)[None]
             )
             return self.model.decoder(hidden_states=hidden, attention_mask=None).flatten(0, -2)
 

@@ -44,29 +44,12 @@ _DOWN_RANKS, _UP_RANKS = 128, 64
 
 @triton.jit
 def _down_rows(
-    tile: tl.tensor,
-    x: tl.tensor,
-    places: tl.tensor,
-    table: tl.tensor,
-    scaling: tl.tensor,
-    positions: tl.tensor,
-    s: tl.tensor,
-    wide: tl.tensor,
-    slots: tl.tensor,
-    width: tl.tensor,
-    wide_width: tl.tensor,
-    own_width: tl.tensor,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FITS: tl.constexpr,
-    IEEE: tl.constexpr,
-    WIDE: tl.constexpr,
-    PLACED: tl.constexpr,
-) -> None:
+    tile: tl.tensor, x: tl.tensor, places: tl.tensor, table: tl.tensor, scaling: tl.tensor,
+    positions: tl.tensor, s: tl.tensor, wide: tl.tensor, slots: tl.tensor, width: tl.tensor,
+    wide_width: tl.tensor, own_width: tl.tensor, K: tl.constexpr, ROWS: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
+    FITS: tl.constexpr, IEEE: tl.constexpr, WIDE: tl.constexpr, PLACED: tl.constexpr,
+) -> None:  # fmt: skip
     expert, slot = tl.load(tile), tl.load(tile + 1)
     begin, end = tl.load(tile + 2), tl.load(tile + 3)
     local = tl.arange(0, ROWS)

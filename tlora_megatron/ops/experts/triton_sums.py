@@ -39,29 +39,12 @@ _STAGES = 2
 
 @triton.jit
 def _add_block(
-    s: tl.tensor,
-    values: tl.tensor,
-    places: tl.tensor,
-    table: tl.tensor,
-    slots: tl.tensor,
-    width: tl.tensor,
-    own_width: tl.tensor,
-    slot: tl.tensor,
-    expert: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    first: tl.tensor,
-    block: tl.tensor,
-    K: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    FITS: tl.constexpr,
-    IEEE: tl.constexpr,
-    PLACED: tl.constexpr,
-) -> None:
+    s: tl.tensor, values: tl.tensor, places: tl.tensor, table: tl.tensor, slots: tl.tensor,
+    width: tl.tensor, own_width: tl.tensor, slot: tl.tensor, expert: tl.tensor, begin: tl.tensor,
+    end: tl.tensor, first: tl.tensor, block: tl.tensor, K: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, ALIGNED: tl.constexpr,
+    FITS: tl.constexpr, IEEE: tl.constexpr, PLACED: tl.constexpr,
+) -> None:  # fmt: skip
     columns = block * BLOCK + tl.arange(0, BLOCK)
     address, low, high = rank_places(table, slots, width, slot, expert, first, CHUNK)
     at = factor_pointers(address, columns, tl.float32, ALIGNED)

@@ -68,16 +68,10 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "columns", "bound"])
 def _tiles_kernel(
-    begins: tl.tensor,
-    tile_begins: tl.tensor,
-    tiles: tl.tensor,
-    pairs: tl.tensor,
-    columns: tl.tensor,
-    bound: tl.tensor,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    begins: tl.tensor, tile_begins: tl.tensor, tiles: tl.tensor, pairs: tl.tensor,
+    columns: tl.tensor, bound: tl.tensor, ROWS: tl.constexpr, BLOCK: tl.constexpr,
     FIELDS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tile < bound
     # The last pair whose first tile is this one or one before: pairs without rows have none.

@@ -81,16 +81,9 @@ def launch_statistics(
     rows, width = logits_nV.shape
     statistics = logits_nV.new_empty(3, rows, dtype=torch.float32)
     _statistics_kernel[(rows,)](
-        logits_nV,
-        labels_n,
-        statistics,
-        rows,
-        VALID=valid,
-        WIDTH=width,
-        BLOCK=_BLOCK,
-        GRADIENT=gradient,
-        num_warps=_WARPS,
-    )
+        logits_nV, labels_n, statistics, rows, VALID=valid, WIDTH=width, BLOCK=_BLOCK,
+        GRADIENT=gradient, num_warps=_WARPS,
+    )  # fmt: skip
     return statistics
 
 
@@ -100,14 +93,8 @@ def launch_gradient(
     """Writes `softmax - one_hot` over the logits."""
     rows, width = logits_nV.shape
     _gradient_kernel[(rows,)](
-        logits_nV,
-        labels_n,
-        lse_n,
-        VALID=valid,
-        WIDTH=width,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+        logits_nV, labels_n, lse_n, VALID=valid, WIDTH=width, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
 
 
 _RUN_BLOCK = 1024

@@ -196,39 +196,22 @@ def token_losses(
     return TokenLosses(loss_T, slope_T)
 
 
-class _Scaled(torch.autograd.Function):
-    """Losses of rows from what the head returns; backward hands the head each row's weight."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        nll_T: Tensor,
-        weights_T: Tensor,
-        inputs: TokenInputs | None,
-        kinds: Collection[int],
-    ) -> Tensor:
-        loss_T, slope_T = token_losses(-nll_T, weights_T, inputs, kinds)
-        # A ratio that overflows makes a loss that its client is told of, and no NaN in a GEMM.
-        ctx.save_for_backward(torch.nan_to_num(-slope_T, nan=0.0, posinf=0.0, neginf=0.0))
-        return loss_T
-
-    @staticmethod
-    def backward(ctx, dloss_T: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[no-untyped-def]
-        (weight_T,) = ctx.saved_tensors
-        return dloss_T * weight_T, None, None, None
-
-
-def scaled_losses(
+def row_weights(
     nll_T: Tensor, weights_T: Tensor, inputs: TokenInputs | None, kinds: Collection[int]
 ) -> Tensor:
-    """Losses of rows from the head's, `-log p`, with their gradients.
+    """Weights by which `-log p` of rows, as the head returns it, has their losses' gradients.
 
-    A row of cross entropy has the bits of `nll_T * weights_T`, and so has its gradient.
+    Rows of cross entropy keep theirs to the bit.
 
     Args:
         inputs, kinds: see `token_losses`.
     """
-    return _Scaled.apply(nll_T, weights_T, inputs, kinds)
+    return finite(-token_losses(-nll_T, weights_T, inputs, kinds).slope_T)
+
+
+def finite(weights: Tensor) -> Tensor:
+    """Zero for what is not finite: a loss that overflows is told, and makes no NaN in a GEMM."""
+    return torch.nan_to_num(weights, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def segment_sums(values_T: Tensor, lengths_G: Tensor, *, exact: bool = False) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.ops.frozen.attention_plan import classes_of
 from tlora_megatron.ops.frozen.exact_attention import (
     BackwardCalls,
@@ -97,7 +98,9 @@ class CumulativeLengths(NamedTuple):
     max_queries: int
     max_keys: int
     backward_calls: BackwardCalls | None = None
-    """None = one call for all spans, in the fastest way."""
+    """Of torch's kernels; None = one call for all spans, in the fastest way."""
+    is_exact: bool = False
+    """A span's bits must not depend on the spans beside it."""
 
 
 class Flash(NamedTuple):
@@ -162,6 +165,23 @@ class Flash(NamedTuple):
             lambda dout, own, begins, longest: kernel(dout, own, begins, begins, longest, longest),
         )
 
+    def by_flash4(
+        self, q_TND: torch.Tensor, k_KGD: torch.Tensor, v_KGD: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns attention `[T, N, D]`, differentiable, where `flash4` takes the queries."""
+        begins, longest = self.lengths[:2], (self.lengths.max_queries, self.lengths.max_keys)
+        return flash4.attend(
+            q_TND,
+            k_KGD,
+            v_KGD,
+            begins,
+            longest,
+            self.scale,
+            self.sight.window,
+            self.sight.sinks_N,
+            is_exact=self.lengths.is_exact,
+        )
+
     @property
     def _window(self) -> dict[str, int]:
         """The kernels' arguments: keys before a query's own, and behind it."""
@@ -175,11 +195,13 @@ def varlen_attention(
 ) -> torch.Tensor:
     """Returns attention `[T, N, D]`; a span's last query sees all keys, the one before all but one.
 
-    The queries' gradients are added up by atomics, unless the lengths have calls of
-    `exact_attention`, or `torch.use_deterministic_algorithms(True)` asks for the same bits every
-    time: on ragged packed rows that costs the backward 1.7x (H200, docs/measurements,
+    The queries' gradients are added up by atomics, unless the lengths are exact, or
+    `torch.use_deterministic_algorithms(True)` asks for the same bits every time: with torch's
+    kernels that costs the backward 1.7x on ragged packed rows (H200, docs/measurements,
     frozen_parts).
     """
+    if flash4.takes(q_TND, is_exact=flash.lengths.is_exact):
+        return flash.by_flash4(q_TND, k_KGD, v_KGD)
     return _VarlenAttention.apply(q_TND, k_KGD, v_KGD, flash)
 
 
@@ -234,6 +256,8 @@ def attend_documents_vjp(
     """Returns `attend_documents` and its vector-Jacobian product."""
     if runs_flash(q_TND):
         flash = Flash(_lengths(micro_batch, q_TND, k_KGD.shape[1]), scale, sight)
+        if flash4.takes(q_TND, is_exact=flash.lengths.is_exact):
+            return vjp_by_autograd(flash.by_flash4, q_TND, k_KGD, v_KGD)
         saved = flash.forward(q_TND, k_KGD, v_KGD)
         return saved[3], lambda dout_TND: flash.backward(dout_TND, saved)
     return vjp_by_autograd(
@@ -285,27 +309,30 @@ def _attend_one_span(
 
 
 def _lengths(micro_batch: MicroBatchView, q_TND: torch.Tensor, key_heads: int) -> CumulativeLengths:
-    heads, device = (q_TND.shape[1], key_heads), q_TND.device
+    heads = (q_TND.shape[1], key_heads)
     return micro_batch.cached(
-        f"attention.cumulative of {heads}", lambda: _cumulative_lengths(micro_batch, heads, device)
+        f"attention.cumulative of {heads}", lambda: _cumulative_lengths(micro_batch, heads, q_TND)
     )
 
 
 def _cumulative_lengths(
-    micro_batch: MicroBatchView, heads: tuple[int, int], device: torch.device
+    micro_batch: MicroBatchView, heads: tuple[int, int], q_TND: torch.Tensor
 ) -> CumulativeLengths:
+    device, is_exact = q_TND.device, micro_batch.exactness is not None
     spans = micro_batch.attention
     queries, keys = (
         to_device(torch.tensor((0, *lens)).cumsum(0).to(torch.int32), device)
         for lens in (spans.q_lens, spans.k_lens)
     )
-    lengths = CumulativeLengths(queries, keys, max(spans.q_lens), max(spans.k_lens))
-    if micro_batch.exactness is None:
+    lengths = CumulativeLengths(
+        queries, keys, max(spans.q_lens), max(spans.k_lens), is_exact=is_exact
+    )
+    if not is_exact or flash4.takes(q_TND, is_exact=True):
         return lengths
     calls = _backward_calls(micro_batch, heads, device)
     # Where all documents have one token the kernel would turn groups of heads into rows.
     longest = max(2, lengths.max_queries)
-    return CumulativeLengths(queries, keys, longest, longest, calls)
+    return CumulativeLengths(queries, keys, longest, longest, calls, is_exact)
 
 
 def _backward_calls(

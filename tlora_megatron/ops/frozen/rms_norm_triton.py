@@ -26,21 +26,11 @@ _TILE = 4096
 
 @triton.jit
 def norm_rows(
-    x: tl.tensor,
-    residual: tl.tensor,
-    weight: tl.tensor,
-    total: tl.tensor,
-    out: tl.tensor,
-    rstd: tl.tensor,
-    rows: tl.tensor,
-    num_rows: tl.tensor,
-    eps: tl.tensor,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    ROUNDS_ONCE: tl.constexpr,
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, total: tl.tensor, out: tl.tensor,
+    rstd: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, eps: tl.tensor, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Writes the sums and norms of a block's rows; returns the norms, `[ROWS, COLUMNS]`."""
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -66,19 +56,10 @@ def norm_rows(
 
 @triton.jit
 def norm_gradients(
-    dy: tl.tensor,
-    dtotal: tl.tensor,
-    x: tl.tensor,
-    weight: tl.tensor,
-    rstd: tl.tensor,
-    dx: tl.tensor,
-    rows: tl.tensor,
-    num_rows: tl.tensor,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-) -> tl.tensor:
+    dy: tl.tensor, dtotal: tl.tensor, x: tl.tensor, weight: tl.tensor, rstd: tl.tensor,
+    dx: tl.tensor, rows: tl.tensor, num_rows: tl.tensor, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_DTOTAL: tl.constexpr, ZERO_CENTERED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Writes the gradients of a block's rows; returns them, `[ROWS, COLUMNS]`."""
     columns = tl.arange(0, COLUMNS)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

@@ -66,15 +66,9 @@ def _one_over_rms(x1: tl.tensor, x2: tl.tensor, eps: tl.tensor, HALF: tl.constex
 
 @triton.jit
 def _norm(
-    x1: tl.tensor,
-    x2: tl.tensor,
-    w1: tl.tensor,
-    w2: tl.tensor,
-    eps: tl.tensor,
-    dtype: tl.constexpr,
-    HALF: tl.constexpr,
-    ROUNDS_ONCE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    x1: tl.tensor, x2: tl.tensor, w1: tl.tensor, w2: tl.tensor, eps: tl.tensor, dtype: tl.constexpr,
+    HALF: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     scale = _one_over_rms(x1, x2, eps, HALF)
     x1 *= scale
     x2 *= scale
@@ -87,15 +81,9 @@ def _norm(
 
 @triton.jit
 def _norm_back(
-    d1: tl.tensor,
-    d2: tl.tensor,
-    x1: tl.tensor,
-    x2: tl.tensor,
-    w1: tl.tensor,
-    w2: tl.tensor,
-    eps: tl.tensor,
-    HALF: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    d1: tl.tensor, d2: tl.tensor, x1: tl.tensor, x2: tl.tensor, w1: tl.tensor, w2: tl.tensor,
+    eps: tl.tensor, HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The way back through a norm of heads `(x1, x2)`."""
     scale = _one_over_rms(x1, x2, eps, HALF)
     d1 *= w1
@@ -108,26 +96,12 @@ def _norm_back(
 
 @triton.jit
 def _move_head(
-    mixed: tl.tensor,
-    apart: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    before: tl.tensor,
-    weight: tl.tensor,
-    eps: tl.tensor,
-    rows: tl.tensor,
-    inside: tl.tensor,
-    columns: tl.tensor,
-    MIXED_WIDTH: tl.constexpr,
-    APART_WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    TURNED: tl.constexpr,
-    ROTATE: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    NORMED: tl.constexpr,
-    ROUNDS_ONCE: tl.constexpr,
+    mixed: tl.tensor, apart: tl.tensor, cos: tl.tensor, sin: tl.tensor, before: tl.tensor,
+    weight: tl.tensor, eps: tl.tensor, rows: tl.tensor, inside: tl.tensor, columns: tl.tensor,
+    MIXED_WIDTH: tl.constexpr, APART_WIDTH: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr,
+    ROTATE: tl.constexpr, BACKWARD: tl.constexpr, NORMED: tl.constexpr, ROUNDS_ONCE: tl.constexpr,
     ZERO_CENTERED: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     at1, at2 = _pairs(columns, HALF, TURNED)
     source = mixed + rows[:, None] * MIXED_WIDTH
     target = apart + rows[:, None] * APART_WIDTH
@@ -220,15 +194,9 @@ def _rotate_heads_kernel(
 
 @triton.jit
 def _heads_of_row(
-    query: tl.tensor,
-    key: tl.tensor,
-    value: tl.tensor,
-    row: tl.tensor,
-    heads: tl.tensor,
-    GROUPS: tl.constexpr,
-    PER_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-) -> tl.tensor:
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, row: tl.tensor, heads: tl.tensor,
+    GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, DIM: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Returns the address at which each head of the projection begins in its own tensor."""
     group, member = heads // (PER_GROUP + 2), heads % (PER_GROUP + 2)
     of_query = query + (row * (GROUPS * PER_GROUP) + group * PER_GROUP + member) * DIM

@@ -141,31 +141,12 @@ def gemm_arguments(
         factors, dropout = rank.factors.argument, rank.dropout
     row_keys, row_slots, probability, key, first_column = mask_fields(dropout)
     return _GEMM.pack(  # in the order of `GemmArguments`
-        x_TK.data_ptr(),
-        weight.data_ptr(),
-        0 if bias_N is None else bias_N.data_ptr(),
-        flat,
-        out_TN.data_ptr(),
-        tile_chunks,
-        chunk_rows,
-        row_keys,
-        row_slots,
-        probability,
-        x_TK.shape[0],
-        out_TN.shape[1],
-        x_TK.shape[1],
-        ext_rows,
-        factors,
-        num_targets,
-        key,
-        first_column,
-        transposed,
-        tile.columns,
-        tile.group,
-        multiprocessors(x_TK.device) // 2 * 2,
-        overlaps_previous_kernel,
-        device_index(x_TK),
-    )
+        x_TK.data_ptr(), weight.data_ptr(), 0 if bias_N is None else bias_N.data_ptr(), flat,
+        out_TN.data_ptr(), tile_chunks, chunk_rows, row_keys, row_slots, probability, x_TK.shape[0],
+        out_TN.shape[1], x_TK.shape[1], ext_rows, factors, num_targets, key, first_column,
+        transposed, tile.columns, tile.group, multiprocessors(x_TK.device) // 2 * 2,
+        overlaps_previous_kernel, device_index(x_TK),
+    )  # fmt: skip
 
 
 def rank_rows(
@@ -196,27 +177,11 @@ def rank_rows(
     if not masked:
         row_keys = key = first_column = 0
     arguments = _ROWS.pack(  # in the order of `RowsArguments`
-        in_TK.data_ptr(),
-        flat.data_ptr(),
-        form.rows_address(flat),
-        work.items.data_ptr(),
-        chunks.data_ptr(),
-        row_keys,
-        scaling.data_ptr(),
-        probability,
-        in_TK.shape[0],
-        in_TK.shape[1],
-        factors.argument,
-        len(factors.arenas),
-        work.count,
-        ITEM_FIELDS,
-        parts,
-        form.row_width,
-        first_row,
-        key,
-        first_column,
-        device_index(in_TK),
-    )
+        in_TK.data_ptr(), flat.data_ptr(), form.rows_address(flat), work.items.data_ptr(),
+        chunks.data_ptr(), row_keys, scaling.data_ptr(), probability, in_TK.shape[0],
+        in_TK.shape[1], factors.argument, len(factors.arenas), work.count, ITEM_FIELDS, parts,
+        form.row_width, first_row, key, first_column, device_index(in_TK),
+    )  # fmt: skip
     launch("rows", arguments, in_TK)
 
 
@@ -257,32 +222,13 @@ def rank_sums(
     x_TK, first_row, ds, dy_TN, s = operands
     row_keys, _, probability, key, first_column = mask_fields(dropout)
     arguments = _SUMS.pack(  # in the order of `SumsArguments`
-        x_TK.data_ptr(),
-        form.rows_address(ds),
-        dy_TN.data_ptr(),
-        form.rows_address(s),
-        work.items.data_ptr(),
-        work.borders.data_ptr(),
-        tables.grad_a.data_ptr(),
-        tables.grad_b.data_ptr(),
-        work.partial_sums.data_ptr(),
-        work.counters.data_ptr(),
-        row_keys,
-        probability,
-        dy_TN.shape[0],
-        x_TK.shape[0],
-        x_TK.shape[1],
-        dy_TN.shape[1],
-        work.count,
-        ITEM_FIELDS,
-        blocks,
-        form.row_width,
-        first_row,
-        key,
-        first_column,
-        overlaps_previous_kernel,
+        x_TK.data_ptr(), form.rows_address(ds), dy_TN.data_ptr(), form.rows_address(s),
+        work.items.data_ptr(), work.borders.data_ptr(), tables.grad_a.data_ptr(),
+        tables.grad_b.data_ptr(), work.partial_sums.data_ptr(), work.counters.data_ptr(), row_keys,
+        probability, dy_TN.shape[0], x_TK.shape[0], x_TK.shape[1], dy_TN.shape[1], work.count,
+        ITEM_FIELDS, blocks, form.row_width, first_row, key, first_column, overlaps_previous_kernel,
         device_index(dy_TN),
-    )
+    )  # fmt: skip
     launch("sums", arguments, dy_TN)
 
 

@@ -13,9 +13,8 @@ GEMM here is cuBLAS's, which chooses by the number of rows.
 from __future__ import annotations
 
 import functools
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from tlora_megatron.ops.lora.cuda_arguments import Arenas, gemm_tile, is_supported
@@ -32,9 +31,9 @@ from tlora_megatron.ops.lora.cuda_calls import (
 )
 from tlora_megatron.ops.lora.cuda_work_items import (
     DOWN,
+    ROW_PARTS,
     UP,
     row_items,
-    row_parts,
     sum_inputs,
     sum_items,
     sum_sizes,
@@ -59,7 +58,6 @@ _BLOCKS = 2
 """Blocks of the rank-sized kernels that a multiprocessor holds."""
 
 
-@runtime_checkable
 class RankedBase(FrozenBase, Protocol):
     """A base whose own CUDA kernels may take the adapters' products in."""
 
@@ -78,6 +76,17 @@ class RankedBase(FrozenBase, Protocol):
     def ranked_dgrad(self, dy_TN: Tensor, rank: RankPart | None) -> Tensor:
         """Returns `dy W + mask(rank part)` `[T, K]`."""
         ...
+
+
+def _ranked(base: Base, rows: Tensor) -> RankedBase | None:
+    """The base, where its own kernels take the adapters' products in for such rows.
+
+    Asked by name: `isinstance` with a protocol takes longer than a launch.
+    """
+    if isinstance(base, Tensor) or not hasattr(base, "takes_ranks"):
+        return None
+    ranked = cast(RankedBase, base)
+    return ranked if ranked.takes_ranks(rows) else None
 
 
 class CudaSite:
@@ -157,20 +166,21 @@ class CudaLinear(KernelLinear):
         x_TK = x_TK.contiguous()
         if isinstance(base, Tensor):
             base = base.contiguous()
-        elif isinstance(base, RankedBase) and base.takes_ranks(x_TK):
-            base.prepare(x_TK)
+        elif ranked := _ranked(base, x_TK):
+            ranked.prepare(x_TK)
         return super().forward(x_TK, base, bias_N)
 
     def product(self, x_TK: Tensor, base: Base, bias_N: Tensor | None, s: Tensor) -> Tensor:
-        if not isinstance(base, RankedBase) or not base.takes_ranks(x_TK):
+        if (ranked := _ranked(base, x_TK)) is None:
             return super().product(x_TK, base, bias_N, s)
-        return base.ranked_product(x_TK, bias_N, self._rank_part(s, self._site.b, "chunk_b", None))
+        rank = self._rank_part(s, self._site.b, "chunk_b", None)
+        return ranked.ranked_product(x_TK, bias_N, rank)
 
     def product_dgrad(self, dy_TN: Tensor, ds: Tensor, base: Base) -> Tensor:
-        if not isinstance(base, RankedBase) or not base.takes_ranks(dy_TN):
+        if (ranked := _ranked(base, dy_TN)) is None:
             return super().product_dgrad(dy_TN, ds, base)
         rank = self._rank_part(ds, self._site.a, "chunk_a", self._dgrad_dropout)
-        return base.ranked_dgrad(dy_TN, rank)
+        return ranked.ranked_dgrad(dy_TN, rank)
 
     def down(self, x_TK: Tensor, window: tuple[int, int] | None = None) -> Tensor:
         return self._rank_rows(x_TK.contiguous(), self._site.a, masked=True, window=window)
@@ -246,11 +256,6 @@ class CudaLinear(KernelLinear):
         self._sum(x_TK, dy_TN, ds, ds, window, (DOWN,))
         up._sum(x_TK, dy_TN, s, s, window, (UP,))
 
-    def _divided_for(self, device: torch.device) -> int:
-        """Returns the multiprocessors that sums are divided for."""
-        exactness = self.rows.exactness
-        return multiprocessors(device) if exactness is None else exactness.multiprocessors
-
     def _rank_part(
         self, flat: Tensor, arenas: Arenas, chunk_rows: str, dropout: Dropout | None
     ) -> RankPart | None:
@@ -291,7 +296,7 @@ class CudaLinear(KernelLinear):
             work,
             chunks=self.plan["chunks"],
             scaling=self.factors.scaling,
-            parts=row_parts(self.rows.row_budget, self._divided_for(in_TK.device)),
+            parts=ROW_PARTS,
             dropout=self._dropout,
             masked=masked,
             first_row=0 if window is None else window[0],
@@ -309,7 +314,8 @@ class CudaLinear(KernelLinear):
     ) -> None:
         """Accumulates dA, dB or both."""
         sizes, budget, device = self._site.sizes, self.rows.row_budget, dy_TN.device
-        blocks = self._divided_for(device)
+        exactness = self.rows.exactness
+        blocks = multiprocessors(device) if exactness is None else exactness.multiprocessors
         work = self.plan.work_items(
             (sizes, window, blocks, kinds),
             lambda plan: sum_items(

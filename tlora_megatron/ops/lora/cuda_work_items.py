@@ -27,6 +27,9 @@ from tlora_megatron.ops.lora.tiling import (
 
 BLOCK_ROWS = 128
 """Rows of an item of rows."""
+ROW_PARTS = 4
+"""Blocks that share an item of rows; a constant, since it decides the order of sums. Of 2, 4 and 8
+the fastest over the linears of an 8B model on an H200, for 4,096 to 16,384 rows."""
 ITEM_CHUNKS = 8
 """Rank chunks of an item: `kMaxChunks` of rank_ring.cuh."""
 DOWN, UP = 0, 1
@@ -87,21 +90,6 @@ def row_items(
     if window is not None:
         order = order[owned[order] > 0]
     return ItemList(items=items[order], workspace=0)
-
-
-@functools.cache
-def row_parts(row_budget: int, blocks: int) -> int:
-    """Returns how many blocks share an item: 2 to 4, so many that all multiprocessors have one.
-
-    From half as many and twice as many on an H200, over the linears of the layer benchmark: at 8192
-    and 16384 rows 2 is best; at 2048 rows 8 gains 1 % with 4 adapters and loses 5 % with 64. It
-    depends on sizes alone: it decides the order of sums.
-
-    Args:
-        row_budget: `RowGroups.row_budget`.
-    """
-    parts = blocks // max(1, -(-row_budget // BLOCK_ROWS))
-    return min(4, max(2, 1 << max(0, parts.bit_length() - 1)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,22 +172,10 @@ def _items_of(plan: PlanTensors, source: SumInput) -> tuple[Array, Borders, int,
     first, second = (_input_columns(source, target, feature + h) for h in (0, 64))
     workspace, counter, used, counted = _workspace(cells, table, run, target, within, count)
     fields = (
-        begin[run],
-        end[run],
-        first,
-        second,
-        feature,
-        widths[target],
-        count,
-        arena_row - arena_rows[slot[run], 0],
-        arena_row,
-        slot[run],
-        part[run],
-        parts[run],
-        workspace,
-        counter,
-        source.kind,
-    )
+        begin[run], end[run], first, second, feature, widths[target], count,
+        arena_row - arena_rows[slot[run], 0], arena_row, slot[run], part[run], parts[run],
+        workspace, counter, source.kind,
+    )  # fmt: skip
     counts, places = np.zeros((2, counted), dtype=np.int64)
     shared = parts[run] > 1
     counts[counter[shared]] = borders.counts[run[shared]]

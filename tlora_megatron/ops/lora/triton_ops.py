@@ -80,23 +80,11 @@ def _add_adapter(
 
 @triton.jit(do_not_specialize=["first_row", "end_row"])
 def _up_kernel(
-    items: tl.tensor,
-    s: tl.tensor,
-    lora_b: tl.tensor,
-    columns: tl.tensor,
-    base: tl.tensor,
-    out: tl.tensor,
-    first_row: tl.tensor,
-    end_row: tl.tensor,
-    NUM_COLUMNS: tl.constexpr,
-    TARGETS: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    MAPPED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ADDS_TO: tl.constexpr,
-) -> None:
+    items: tl.tensor, s: tl.tensor, lora_b: tl.tensor, columns: tl.tensor, base: tl.tensor,
+    out: tl.tensor, first_row: tl.tensor, end_row: tl.tensor, NUM_COLUMNS: tl.constexpr,
+    TARGETS: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    MAPPED: tl.constexpr, ALIGNED: tl.constexpr, ADDS_TO: tl.constexpr,
+) -> None:  # fmt: skip
     column0 = tl.program_id(0) * BLOCK
     row_block = first_row // BM + tl.program_id(1)
     header = items + row_block * FIELDS
@@ -143,25 +131,12 @@ def _up_kernel(
 
 @triton.jit(do_not_specialize=["dropout_key", "first_column", "first_row", "end_row"])
 def _dgrad_kernel(
-    items: tl.tensor,
-    ds: tl.tensor,
-    lora_a: tl.tensor,
-    out: tl.tensor,
-    dropout: tl.tensor,
-    row_keys: tl.tensor,
-    dropout_key: tl.tensor,
-    first_column: tl.tensor,
-    first_row: tl.tensor,
-    end_row: tl.tensor,
-    NUM_COLUMNS: tl.constexpr,
-    TARGETS: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    DROP: tl.constexpr,
-    SCALED: tl.constexpr,
+    items: tl.tensor, ds: tl.tensor, lora_a: tl.tensor, out: tl.tensor, dropout: tl.tensor,
+    row_keys: tl.tensor, dropout_key: tl.tensor, first_column: tl.tensor, first_row: tl.tensor,
+    end_row: tl.tensor, NUM_COLUMNS: tl.constexpr, TARGETS: tl.constexpr, BM: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, DROP: tl.constexpr, SCALED: tl.constexpr,
     PAIRS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     column0 = tl.program_id(0) * BLOCK
     row_block = first_row // BM + tl.program_id(1)
     header = items + row_block * FIELDS

@@ -62,13 +62,9 @@ TILE = tl.constexpr(ROW_TILE)
 
 @triton.jit
 def mapped_columns(
-    begin: tl.tensor,
-    width: tl.tensor,
-    stride: tl.tensor,
-    first: tl.tensor,
-    BLOCK: tl.constexpr,
+    begin: tl.tensor, width: tl.tensor, stride: tl.tensor, first: tl.tensor, BLOCK: tl.constexpr,
     MAPPED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Columns of the fused output that compact columns `begin:begin + BLOCK` of a target are.
 
     Args:

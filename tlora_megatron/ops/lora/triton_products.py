@@ -120,29 +120,10 @@ def _down_block(
         below = dropped_below(p)
         hash_M = row_hash(row_keys, rows, live, dropout_key)[:, None]
     sums = rank_product(
-        x,
-        x_stride,
-        rows - first_row,
-        live,
-        lora_a + tl.load(item + 3).to(tl.int64) * depth,
-        depth,
-        num_rank,
-        depth0,
-        depth1,
-        1,
-        1,
-        0,
-        hash_M,
-        below,
-        first_column,
-        R,
-        BLOCK,
-        STAGES,
-        EVEN,
-        0,
-        DROP,
-        PAIRS,
-    )
+        x, x_stride, rows - first_row, live, lora_a + tl.load(item + 3).to(tl.int64) * depth, depth,
+        num_rank, depth0, depth1, 1, 1, 0, hash_M, below, first_column, R, BLOCK, STAGES, EVEN, 0,
+        DROP, PAIRS,
+    )  # fmt: skip
     finish_block(
         sums, item, live, scale, s, row_form, chunks, workspace, counters, num_rank, BM, R, SPLIT
     )
@@ -150,31 +131,13 @@ def _down_block(
 
 @triton.jit(do_not_specialize=["first_row", "row_form", "dropout_key", "first_column"])
 def _down_kernel(
-    items: tl.tensor,
-    x: tl.tensor,
-    first_row: tl.tensor,
-    x_stride: tl.tensor,
-    lora_a: tl.tensor,
-    s: tl.tensor,
-    row_form: tl.tensor,
-    chunks: tl.tensor,
-    workspace: tl.tensor,
-    counters: tl.tensor,
-    scaling: tl.tensor,
-    dropout: tl.tensor,
-    row_keys: tl.tensor,
-    dropout_key: tl.tensor,
-    first_column: tl.tensor,
-    depth: tl.tensor,
-    BM: tl.constexpr,
-    MAX_R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DROP: tl.constexpr,
-    PAIRS: tl.constexpr,
-) -> None:
+    items: tl.tensor, x: tl.tensor, first_row: tl.tensor, x_stride: tl.tensor, lora_a: tl.tensor,
+    s: tl.tensor, row_form: tl.tensor, chunks: tl.tensor, workspace: tl.tensor, counters: tl.tensor,
+    scaling: tl.tensor, dropout: tl.tensor, row_keys: tl.tensor, dropout_key: tl.tensor,
+    first_column: tl.tensor, depth: tl.tensor, BM: tl.constexpr, MAX_R: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, SPLIT: tl.constexpr,
+    DROP: tl.constexpr, PAIRS: tl.constexpr,
+) -> None:  # fmt: skip
     item = items + tl.program_id(0) * FIELDS
     num_rank = tl.load(item + 4)
     # A rank-4 adapter does the work of a rank-16 one, whoever stands beside it.
@@ -183,31 +146,10 @@ def _down_kernel(
             above = num_rank > (0 if EXPONENT == 4 else 2**EXPONENT // 2)
             if above & (num_rank <= 2**EXPONENT):
                 _down_block(
-                    item,
-                    x,
-                    first_row,
-                    x_stride,
-                    lora_a,
-                    s,
-                    row_form,
-                    chunks,
-                    workspace,
-                    counters,
-                    scaling,
-                    dropout,
-                    row_keys,
-                    dropout_key,
-                    first_column,
-                    depth,
-                    BM,
-                    2**EXPONENT,
-                    BLOCK,
-                    STAGES,
-                    EVEN,
-                    SPLIT,
-                    DROP,
-                    PAIRS,
-                )
+                    item, x, first_row, x_stride, lora_a, s, row_form, chunks, workspace, counters,
+                    scaling, dropout, row_keys, dropout_key, first_column, depth, BM, 2**EXPONENT,
+                    BLOCK, STAGES, EVEN, SPLIT, DROP, PAIRS,
+                )  # fmt: skip
 
 
 def down(
@@ -228,33 +170,15 @@ def down(
     rank_tile = largest_rank_tile(plan.most_chunks, config.rank_tile)
     num_stages = config.num_stages if rank_tile <= 64 else max(config.num_stages - 1, 1)
     _down_kernel[(items.count,)](
-        items.items,
-        x_TK,
-        0 if window is None else window[0],
-        x_TK.stride(0),
-        factors.lora_a,
-        s,
-        plan.num_chunks * RANK_CHUNK,
-        plan["chunks"],
-        new_workspace(items, x_TK.device),
-        items.counters,
-        factors.scaling,
-        factors.dropout,
-        row_keys_or(linear.rows, drop, plan["chunks"]),
-        factors.dropout_key,
-        factors.first_column,
-        depth,
-        BM=config.block_rows,
-        MAX_R=rank_tile,
-        BLOCK=config.block_depth,
-        STAGES=num_stages,
-        EVEN=depth % config.block_depth == 0,
-        SPLIT=config.splits > 1,
-        DROP=drop,
-        PAIRS=pairs_of_columns(x_TK, factors.first_column),
-        num_warps=config.num_warps,
+        items.items, x_TK, 0 if window is None else window[0], x_TK.stride(0), factors.lora_a, s,
+        plan.num_chunks * RANK_CHUNK, plan["chunks"], new_workspace(items, x_TK.device),
+        items.counters, factors.scaling, factors.dropout,
+        row_keys_or(linear.rows, drop, plan["chunks"]), factors.dropout_key, factors.first_column,
+        depth, BM=config.block_rows, MAX_R=rank_tile, BLOCK=config.block_depth, STAGES=num_stages,
+        EVEN=depth % config.block_depth == 0, SPLIT=config.splits > 1, DROP=drop,
+        PAIRS=pairs_of_columns(x_TK, factors.first_column), num_warps=config.num_warps,
         num_stages=num_stages,
-    )
+    )  # fmt: skip
     return s
 
 
@@ -295,29 +219,10 @@ def ds_block(
         stride = tl.multiple_of(stride, 8)
     weight += tl.load(item + 3).to(tl.int64) * stride
     sums = rank_product(
-        dy,
-        dy_stride,
-        rows,
-        live,
-        weight,
-        stride,
-        num_rank,
-        depth0,
-        depth1,
-        tl.load(columns),
-        tl.load(columns + 1),
-        tl.load(columns + 2),
-        rows[:, None].to(tl.uint32),
-        target.to(tl.uint32),
-        0,
-        R,
-        BLOCK,
-        STAGES,
-        EVEN,
-        MAPPED,
-        False,
-        False,
-    )
+        dy, dy_stride, rows, live, weight, stride, num_rank, depth0, depth1, tl.load(columns),
+        tl.load(columns + 1), tl.load(columns + 2), rows[:, None].to(tl.uint32),
+        target.to(tl.uint32), 0, R, BLOCK, STAGES, EVEN, MAPPED, False, False,
+    )  # fmt: skip
     finish_block(
         sums, item, live, scale, ds, row_form, chunks, workspace, counters, num_rank, BM, R, True
     )

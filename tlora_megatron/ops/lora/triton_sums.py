@@ -173,29 +173,13 @@ def outer_block(
 
 @triton.jit(do_not_specialize=["first_row", "row_form", "dropout_key", "first_column"])
 def _backward_down_kernel(
-    items: tl.tensor,
-    x: tl.tensor,
-    x_stride: tl.tensor,
-    first_row: tl.tensor,
-    ds: tl.tensor,
-    row_form: tl.tensor,
-    gradients: tl.tensor,
-    borders: tl.tensor,
-    workspace: tl.tensor,
-    counters: tl.tensor,
-    dropout: tl.tensor,
-    row_keys: tl.tensor,
-    dropout_key: tl.tensor,
-    first_column: tl.tensor,
-    MAX_R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNED_GRAD: tl.constexpr,
-    DROP: tl.constexpr,
+    items: tl.tensor, x: tl.tensor, x_stride: tl.tensor, first_row: tl.tensor, ds: tl.tensor,
+    row_form: tl.tensor, gradients: tl.tensor, borders: tl.tensor, workspace: tl.tensor,
+    counters: tl.tensor, dropout: tl.tensor, row_keys: tl.tensor, dropout_key: tl.tensor,
+    first_column: tl.tensor, MAX_R: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    STAGES: tl.constexpr, EVEN: tl.constexpr, ALIGNED_GRAD: tl.constexpr, DROP: tl.constexpr,
     PAIRS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     item = items + tl.program_id(0) * FIELDS
     num_rank = tl.load(item + 4)
     for EXPONENT in tl.static_range(4, 9):
@@ -203,30 +187,11 @@ def _backward_down_kernel(
             above = num_rank > (0 if EXPONENT == 4 else 2**EXPONENT // 2)
             if above & (num_rank <= 2**EXPONENT):
                 outer_block(
-                    item,
-                    x,
-                    x_stride,
-                    first_row,
-                    ds + row_form.to(tl.int64) * TILE,
-                    gradients,
-                    items,
-                    borders,
-                    workspace,
-                    counters,
-                    dropout,
-                    row_keys,
-                    dropout_key,
-                    first_column,
-                    2**EXPONENT,
-                    BLOCK,
-                    STEP,
-                    STAGES,
-                    EVEN,
-                    0,
-                    ALIGNED_GRAD,
-                    DROP,
+                    item, x, x_stride, first_row, ds + row_form.to(tl.int64) * TILE, gradients,
+                    items, borders, workspace, counters, dropout, row_keys, dropout_key,
+                    first_column, 2**EXPONENT, BLOCK, STEP, STAGES, EVEN, 0, ALIGNED_GRAD, DROP,
                     PAIRS,
-                )
+                )  # fmt: skip
 
 
 def backward_down(
@@ -247,60 +212,26 @@ def backward_down(
     drop = factors.uses_dropout(linear.rows)
     rank_tile = largest_rank_tile(plan.most_chunks, config.rank_tile)
     _backward_down_kernel[(items.count,)](
-        items.items,
-        x_TK,
-        x_TK.stride(0),
-        window[0],
-        ds,
-        plan.num_chunks * RANK_CHUNK,
-        tables.grad_a,
-        items.borders,
-        new_workspace(items, x_TK.device),
-        items.counters,
-        factors.dropout,
-        row_keys_or(linear.rows, drop, items.items),
-        factors.dropout_key,
-        factors.first_column,
-        MAX_R=rank_tile,
-        BLOCK=config.block_columns,
-        STEP=config.step_rows,
-        STAGES=config.num_stages,
-        EVEN=depth % config.block_columns == 0,
-        ALIGNED_GRAD=tables.aligned_a,
-        DROP=drop,
+        items.items, x_TK, x_TK.stride(0), window[0], ds, plan.num_chunks * RANK_CHUNK,
+        tables.grad_a, items.borders, new_workspace(items, x_TK.device), items.counters,
+        factors.dropout, row_keys_or(linear.rows, drop, items.items), factors.dropout_key,
+        factors.first_column, MAX_R=rank_tile, BLOCK=config.block_columns, STEP=config.step_rows,
+        STAGES=config.num_stages, EVEN=depth % config.block_columns == 0,
+        ALIGNED_GRAD=tables.aligned_a, DROP=drop,
         PAIRS=pairs_of_columns(x_TK, factors.first_column),
-        num_warps=config.num_warps * max(1, rank_tile // 64),
-        num_stages=config.num_stages,
-    )
+        num_warps=config.num_warps * max(1, rank_tile // 64), num_stages=config.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["row_form"])
 def _backward_up_kernel(
-    items: tl.tensor,
-    dy: tl.tensor,
-    dy_stride: tl.tensor,
-    s: tl.tensor,
-    ds: tl.tensor,
-    row_form: tl.tensor,
-    lora_b: tl.tensor,
-    gradients: tl.tensor,
-    columns: tl.tensor,
-    borders: tl.tensor,
-    chunks: tl.tensor,
-    workspace: tl.tensor,
-    counters: tl.tensor,
-    scaling: tl.tensor,
-    BM: tl.constexpr,
-    MAX_R: tl.constexpr,
-    DEPTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STEP: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN: tl.constexpr,
-    MAPPED: tl.constexpr,
-    ALIGNED_B: tl.constexpr,
-    ALIGNED_GRAD: tl.constexpr,
-) -> None:
+    items: tl.tensor, dy: tl.tensor, dy_stride: tl.tensor, s: tl.tensor, ds: tl.tensor,
+    row_form: tl.tensor, lora_b: tl.tensor, gradients: tl.tensor, columns: tl.tensor,
+    borders: tl.tensor, chunks: tl.tensor, workspace: tl.tensor, counters: tl.tensor,
+    scaling: tl.tensor, BM: tl.constexpr, MAX_R: tl.constexpr, DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    MAPPED: tl.constexpr, ALIGNED_B: tl.constexpr, ALIGNED_GRAD: tl.constexpr,
+) -> None:  # fmt: skip
     item = items + tl.program_id(0) * FIELDS
     num_rank = tl.load(item + 4)
     kind = tl.load(item + 15)
@@ -310,52 +241,16 @@ def _backward_up_kernel(
             if above & (num_rank <= 2**EXPONENT):
                 if kind == _RANK_PRODUCT:
                     ds_block(
-                        item,
-                        dy,
-                        dy_stride,
-                        lora_b,
-                        ds,
-                        row_form,
-                        chunks,
-                        columns,
-                        workspace,
-                        counters,
-                        scaling,
-                        BM,
-                        2**EXPONENT,
-                        DEPTH,
-                        STAGES,
-                        EVEN,
-                        MAPPED,
-                        ALIGNED_B,
-                    )
+                        item, dy, dy_stride, lora_b, ds, row_form, chunks, columns, workspace,
+                        counters, scaling, BM, 2**EXPONENT, DEPTH, STAGES, EVEN, MAPPED, ALIGNED_B,
+                    )  # fmt: skip
                 else:
                     target = tl.load(item + 14)
                     outer_block(
-                        item,
-                        dy,
-                        dy_stride,
-                        0,
-                        s + row_form.to(tl.int64) * TILE,
-                        gradients,
-                        columns + target * 4,
-                        borders,
-                        workspace,
-                        counters,
-                        scaling,
-                        chunks,
-                        0,
-                        0,
-                        2**EXPONENT,
-                        BLOCK,
-                        STEP,
-                        STAGES,
-                        EVEN,
-                        MAPPED,
-                        ALIGNED_GRAD,
-                        False,
-                        False,
-                    )
+                        item, dy, dy_stride, 0, s + row_form.to(tl.int64) * TILE, gradients,
+                        columns + target * 4, borders, workspace, counters, scaling, chunks, 0, 0,
+                        2**EXPONENT, BLOCK, STEP, STAGES, EVEN, MAPPED, ALIGNED_GRAD, False, False,
+                    )  # fmt: skip
 
 
 def backward_up(dy_TN: Tensor, s: Tensor, linear: KernelLinear, config: BackwardUpConfig) -> Tensor:
@@ -370,31 +265,13 @@ def backward_up(dy_TN: Tensor, s: Tensor, linear: KernelLinear, config: Backward
         return ds
     widest = max(config.block_columns, config.block_depth)
     _backward_up_kernel[(items.count,)](
-        items.items,
-        dy_TN,
-        dy_TN.stride(0),
-        s,
-        ds,
-        plan.num_chunks * RANK_CHUNK,
-        tables.lora_b,
-        tables.grad_b,
-        tables.columns,
-        items.borders,
-        plan["chunks"],
-        new_workspace(items, dy_TN.device),
-        items.counters,
-        factors.scaling,
-        BM=config.block_rows,
+        items.items, dy_TN, dy_TN.stride(0), s, ds, plan.num_chunks * RANK_CHUNK, tables.lora_b,
+        tables.grad_b, tables.columns, items.borders, plan["chunks"],
+        new_workspace(items, dy_TN.device), items.counters, factors.scaling, BM=config.block_rows,
         MAX_R=largest_rank_tile(plan.most_target_chunks, config.rank_tile),
-        DEPTH=config.block_depth,
-        BLOCK=config.block_columns,
-        STEP=config.step_rows,
-        STAGES=config.num_stages,
-        EVEN=all(size % widest == 0 for size in sizes),
-        MAPPED=column_mapping(factors.columns, widest),
-        ALIGNED_B=tables.aligned_lora_b,
-        ALIGNED_GRAD=tables.aligned_b,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-    )
+        DEPTH=config.block_depth, BLOCK=config.block_columns, STEP=config.step_rows,
+        STAGES=config.num_stages, EVEN=all(size % widest == 0 for size in sizes),
+        MAPPED=column_mapping(factors.columns, widest), ALIGNED_B=tables.aligned_lora_b,
+        ALIGNED_GRAD=tables.aligned_b, num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
     return ds

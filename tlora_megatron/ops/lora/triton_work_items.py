@@ -276,24 +276,13 @@ def _rank_products(
     place = plan.row_form[slot] + (row0[owner] - plan.slot_begin[slot]) * row_chunks
     begin = np.where(hit, split * split_depth, 0)
     fields = (
-        row0[owner],
-        plan.pair_begin[pair],
-        plan.pair_end[pair],
+        row0[owner], plan.pair_begin[pair], plan.pair_end[pair],
         weight_rows[pair] + RANK_CHUNK * first,
-        RANK_CHUNK * np.minimum(chunks[pair] - first, tile_chunks),
-        slot,
-        plan.pair_first[pair] + before[pair] + first,
-        place + before[pair] + first,
-        begin,
-        np.where(hit, np.minimum(begin + split_depth, depth), 0),
-        split,
-        np.where(hit, splits, 1),
-        0,
-        0,
-        target,
-        RANK_PRODUCT,
-        row_chunks,
-    )
+        RANK_CHUNK * np.minimum(chunks[pair] - first, tile_chunks), slot,
+        plan.pair_first[pair] + before[pair] + first, place + before[pair] + first, begin,
+        np.where(hit, np.minimum(begin + split_depth, depth), 0), split, np.where(hit, splits, 1),
+        0, 0, target, RANK_PRODUCT, row_chunks,
+    )  # fmt: skip
     return item_array(fields, len(owner))
 
 
@@ -336,26 +325,13 @@ def _outer_products(
     row_chunks = plan.row_chunks[slot]
     place = plan.row_form[slot] + (begin[owner] - plan.slot_begin[slot]) * row_chunks
     fields = (
-        begin[owner],
-        end[owner],
-        0,
-        place + plan.slot_chunks[slot, :target].sum(axis=1) + first,
+        begin[owner], end[owner], 0, place + plan.slot_chunks[slot, :target].sum(axis=1) + first,
         RANK_CHUNK * np.minimum(chunks[slot] - first, tile),
-        plan.a_begin[slot, target] + RANK_CHUNK * first,
-        column,
-        np.minimum(column + width[owner], num_columns),
-        part[owner],
-        parts[owner],
-        0,
-        group,
-        slot,
-        width[owner],
-        target,
-        OUTER_PRODUCT,
-        row_chunks,
-        borders.counts[held][owner],
+        plan.a_begin[slot, target] + RANK_CHUNK * first, column,
+        np.minimum(column + width[owner], num_columns), part[owner], parts[owner], 0, group, slot,
+        width[owner], target, OUTER_PRODUCT, row_chunks, borders.counts[held][owner],
         borders.places[held][owner],
-    )
+    )  # fmt: skip
     return item_array(fields, len(owner))
 
 

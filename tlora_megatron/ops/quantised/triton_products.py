@@ -172,17 +172,8 @@ def _launch(
         blocks,
         (rows.codes_TK, rows.scales, codes_CD, scales, out_TC, out_TC),
         (num_rows, 1.0),
-        (
-            num_columns,
-            depth,
-            rows.group == GROUP,
-            *layout,
-            onto_TC is not None,
-            decodes_by_hand(codes_CD.device),
-            _BLOCK_ROWS,
-            _BAND,
-            _STAGES,
-        ),
+        (num_columns, depth, rows.group == GROUP, *layout, onto_TC is not None,
+         decodes_by_hand(codes_CD.device), _BLOCK_ROWS, _BAND, _STAGES),
         num_warps=_WARPS,
-    )
+    )  # fmt: skip
     return out_TC

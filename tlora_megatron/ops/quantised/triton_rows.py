@@ -89,13 +89,9 @@ def _decode_by_hand(codes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def times_fold(
-    values: tl.tensor,
-    fold: tl.tensor,
-    columns: tl.tensor,
-    num_rows: tl.tensor,
-    WIDTH: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
+    values: tl.tensor, fold: tl.tensor, columns: tl.tensor, num_rows: tl.tensor,
+    WIDTH: tl.constexpr, STAGES: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Multiplies fp32 values with the factors of their columns, which stay in the L1 cache."""
     if STAGES == 1:
         values *= tl.load(fold + columns, mask=columns < WIDTH, other=0.0)
@@ -116,13 +112,9 @@ def narrow(values: tl.tensor, dtype: tl.constexpr, BY_HAND: tl.constexpr) -> tl.
         return values.to(dtype)
     else:
         return tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;",
-            "=r,r,r",
-            [values],
-            dtype=tl.bfloat16,
-            is_pure=True,
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [values], dtype=tl.bfloat16, is_pure=True,
             pack=2,
-        )
+        )  # fmt: skip
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from tlora_megatron.config.job import JobSpec
+from tlora_megatron.config.job import JobSpec, files_in
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.schema import BaseModelSpec, RunConfig
 from tlora_megatron.files import read_object, write_atomic
@@ -197,10 +197,11 @@ def plan_jobs(config: RunConfig, spec: ModelSpec, lengths: LengthHistogram | Non
 
 
 def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
-    for key, path in (("data.train", job.data.train), ("data.eval", job.data.eval)):
-        if path is not None and not Path(path).is_file():
-            remedy = "--lengths plans without the data"
-            raise must(f"{key} of job {job.name!r}", "be an existing file", path, remedy)
+    for key, named in (("data.train", job.data.train), ("data.eval", job.data.eval)):
+        for path in files_in(named):
+            if not Path(path).is_file():
+                remedy = "--lengths plans without the data"
+                raise must(f"{key} of job {job.name!r}", "be an existing file", path, remedy)
     cached = _cache_file(job, tokenizer_dir)
     try:
         known = read_object(cached)
@@ -227,10 +228,11 @@ def _job_load(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> JobLoad:
 def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, Any]:
     # Here, since they import numpy and transformers.
     from tlora_megatron.training.data.job_data import load_job_data
+    from tlora_megatron.training.data.mapped_tokens import rows_of
     from tlora_megatron.training.data.tokenize import load_tokenizer
 
     data = load_job_data(job, load_tokenizer(tokenizer_dir), spec.vocab_size)
-    rows = [len(s.tokens) - 1 for s in data.train]
+    rows = rows_of(data.train, job.num_sides).tolist()
     targets = sum(int(s.is_target.sum()) for s in data.train)
     histogram = LengthHistogram.from_lengths(rows)
     return {
@@ -243,11 +245,11 @@ def _measure(job: JobSpec, spec: ModelSpec, tokenizer_dir: Path) -> dict[str, An
 
 def _cache_file(job: JobSpec, tokenizer_dir: Path) -> Path:
     """The cache file of a job; its name is a hash of everything that the lengths depend on."""
-    data = [Path(path) for path in (job.data.train, job.data.eval) if path is not None]
+    data = map(Path, (*job.data.files, job.data.chat_template or ""))
     files = [*data, *sorted(tokenizer_dir.glob("token*"))]
     files += sorted(tokenizer_dir.glob("vocab*")) + sorted(tokenizer_dir.glob("chat_template*"))
     stamps = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
-    what = json.dumps([_FORMAT, stamps, job.max_seq_len, asdict(job.data)])
+    what = json.dumps([_FORMAT, stamps, job.max_seq_len, job.num_sides, asdict(job.data)])
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (
         root / "tlora_megatron" / f"lengths-{hashlib.sha256(what.encode()).hexdigest()[:24]}.json"

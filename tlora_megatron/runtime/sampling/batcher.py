@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ from tlora_megatron.integrations.megatron.key_cache import Growth
 from tlora_megatron.layers.adapter_bank import AdapterBank, BankShape
 from tlora_megatron.layers.multi_adapter import attach
 from tlora_megatron.model.spec import ModelSpec
+from tlora_megatron.ops.decoding_ops import DecodingOps
+from tlora_megatron.ops.host_copy import to_device
+from tlora_megatron.ops.lora.kernel_choice import choose_ops
 from tlora_megatron.runtime.backbone import know_base, open_backbone
 from tlora_megatron.runtime.sampling.adapters import AdapterShelf
 from tlora_megatron.runtime.sampling.tracks import (
@@ -73,6 +78,8 @@ class Batcher:
         self._most_sequences = min(most_sequences, model.step_tokens)
         self._waiting: deque[Request] = deque()
         self._tracks: list[Track] = []
+        self._late: list[Callable[[], bool]] = []
+        """What is told, and decoded to text, while the device computes the next step."""
 
     @property
     def has_work(self) -> bool:
@@ -134,8 +141,6 @@ class Batcher:
             self._remove(track)
         self._admit()
         plan = self._plan()
-        if not plan:
-            return
         growths = [
             Growth(
                 slot=self._shelf.slot(track.request.key),
@@ -145,7 +150,10 @@ class Batcher:
             )
             for track, count in plan
         ]
-        hidden_TH = self._model.step(growths, self._shelf.num_slots)
+        hidden_TH = self._model.step(growths, self._shelf.num_slots) if plan else None
+        self._tell_late()
+        if hidden_TH is None:
+            return
         ends = torch.tensor([count for _, count in plan]).cumsum(0).tolist()
         ready: list[tuple[Track, int]] = []
         for (track, count), end in zip(plan, ends, strict=True):
@@ -156,6 +164,8 @@ class Batcher:
                 ready.append((track, end - 1))
         if ready:
             self._go_on(ready, hidden_TH)
+        if not self._tracks:
+            self._tell_late()
 
     def _admit(self) -> None:
         """Starts requests in the order in which they came, while there is room."""
@@ -221,8 +231,8 @@ class Batcher:
             rows += [row] * len(samples)
         for begin in range(0, len(growing), _SCORED_ROWS):
             tracks = growing[begin : begin + _SCORED_ROWS]
-            index = torch.tensor(rows[begin : begin + _SCORED_ROWS], device=hidden_TH.device)
-            self._choose(tracks, self._model.logits(hidden_TH[index]))
+            index = torch.tensor(rows[begin : begin + _SCORED_ROWS])
+            self._choose(tracks, self._model.logits(hidden_TH[to_device(index, hidden_TH.device)]))
 
     def _branch(self, track: Track) -> list[Track]:
         """Ends a prompt's own track; returns those of its samples."""
@@ -238,7 +248,7 @@ class Batcher:
             Track(
                 request=request,
                 tokens=list(track.tokens),
-                rows=rows + own[sample * size : (sample + 1) * size],
+                rows=np.concatenate([rows, own[sample * size : (sample + 1) * size]]),
                 cached=track.cached,
                 sample=sample,
                 draws=draws_of(request.seed, sample),
@@ -252,55 +262,45 @@ class Batcher:
         return samples
 
     def _choose(self, tracks: Sequence[Track], logits_nV: Tensor) -> None:
-        good = logits_nV.isfinite().all(dim=-1).tolist()
-        if not all(good):
-            _refuse([track for track, is_good in zip(tracks, good, strict=True) if not is_good])
-            kept = [row for row, is_good in enumerate(good) if is_good]
-            tracks, logits_nV = [tracks[row] for row in kept], logits_nV[kept]
-        if not tracks:
-            return
+        """Gives each sequence its next token; the only place where a step waits for the device."""
         params = [track.request.prompt.params for track in tracks]
         draws = [track.draws for track in tracks if track.draws is not None]
-        chosen = choose(penalise(logits_nV, tracks), params, draws)
+        chosen_n = choose(penalise(logits_nV, tracks), params, draws)
         logprobs_nV = log_probabilities(logits_nV)
-        index = torch.tensor(chosen, device=logits_nV.device)[:, None]
-        logprobs = logprobs_nV.gather(1, index)[:, 0].tolist()
-        for i, track in enumerate(tracks):
-            count = params[i].top_logprobs
-            top = (top_of(logprobs_nV[i], count),) if count else ()
-            piece = Piece(
-                prompt=track.request.number,
-                sample=track.sample or 0,
-                tokens=(chosen[i],),
-                logprobs=(logprobs[i],),
-                top_logprobs=top,
-                **self._append(track, chosen[i]),
-            )
-            track.request.tell(piece)
-            if piece.stop_reason is not None:
-                self._remove(track)
+        logprobs_n = logprobs_nV.gather(1, chosen_n[:, None])[:, 0]
+        columns = (chosen_n, logprobs_n, logits_nV.isfinite().all(dim=-1))
+        found = torch.stack([column.double() for column in columns], dim=1).tolist()
+        _refuse([track for track, row in zip(tracks, found, strict=True) if not row[2]])
+        for i, (track, (token, logprob, is_good)) in enumerate(zip(tracks, found, strict=True)):
+            if is_good:
+                count = params[i].top_logprobs
+                piece = Piece(
+                    prompt=track.request.number,
+                    sample=track.sample or 0,
+                    tokens=(int(token),),
+                    logprobs=(logprob,),
+                    top_logprobs=(top_of(logprobs_nV[i], count),) if count else (),
+                )
+                self._append(track, piece)
 
-    def _append(self, track: Track, token: int) -> dict[str, Any]:
-        """Adds a token; returns the text, and why the sequence ends if it does."""
-        assert track.text is not None, "a sample has a text"
+    def _append(self, track: Track, piece: Piece) -> None:
+        """Adds a token, and tells it: late where that cannot change what is computed next."""
+        (token,), params = piece.tokens, track.request.prompt.params
         track.tokens.append(token)
-        params = track.request.prompt.params
-        reason: StopReason | None = None
-        by: int | str | None = None
-        text = ""
-        if token in params.stop_tokens or (token in self.words.eos and not params.ignore_eos):
-            reason, by = "stop", token
+        is_eos = token in self.words.eos and not params.ignore_eos
+        by = token if is_eos or token in params.stop_tokens else None
+        has_ended = by is not None or track.num_new == track.request.most_new
+        if params.stop or not self._model.runs_ahead:
+            has_ended = _tell(track, piece, by, has_ended)
         else:
-            text, by = track.text.add(token)
-            reason = "stop" if by is not None else None
-        if reason is None and track.num_new == track.request.most_new:
-            reason = "length"
-        if reason is not None and not isinstance(by, str):
-            rest = track.text.end()
-            text += rest.text
-            if rest.stop is not None:
-                reason, by = "stop", rest.stop
-        return {"text": text, "stop_reason": reason, "stopped_by": by}
+            self._late.append(functools.partial(_tell, track, piece, by, has_ended))
+        if has_ended:
+            self._remove(track)
+
+    def _tell_late(self) -> None:
+        for tell in self._late:
+            tell()
+        self._late.clear()
 
     def _remove(self, track: Track) -> None:
         """Lets go of a sequence; the rows of a request go back with its last one."""
@@ -309,7 +309,24 @@ class Batcher:
         request.num_live -= 1
         if request.num_live == 0:
             self._model.cache.release(request.rows)
-            request.rows = []
+            request.rows = request.rows[:0]
+
+
+def _tell(track: Track, piece: Piece, by: int | str | None, has_ended: bool) -> bool:
+    """Tells a piece with its text; returns True if its sequence ends, if need be by that text."""
+    assert track.text is not None, "a sample has a text"
+    text = ""
+    if by is None:
+        text, by = track.text.add(piece.tokens[0])
+    has_ended = has_ended or by is not None
+    if has_ended and not isinstance(by, str):
+        rest = track.text.end()
+        text, by = text + rest.text, by if rest.stop is None else rest.stop
+    reason: StopReason | None = None
+    if has_ended:
+        reason = "length" if by is None else "stop"
+    track.request.tell(replace(piece, text=text, stop_reason=reason, stopped_by=by))
+    return has_ended
 
 
 def _refuse(tracks: Sequence[Track]) -> None:
@@ -341,11 +358,13 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     spec = known.spec
     opened = open_backbone(config, known)
     held = frozenset(spec.peft_targets)
+    dtype, device = DTYPES[config.base_model.dtype], opened.groups.device
     bank = AdapterBank(
         [site for site, _ in opened.linears],
         BankShape(targets=held, block_targets=held),
-        dtype=DTYPES[config.base_model.dtype],
-        device=opened.groups.device,
+        dtype=dtype,
+        device=device,
+        ops=DecodingOps(choose_ops(device, dtype)),
     )
     attach(opened.linears, bank)
     # Not at the top: what needs no model needs no Megatron-core.
@@ -355,7 +374,7 @@ def open_batcher(base: Mapping[str, Any], limits: SamplerLimits) -> Batcher:
     cache_bytes = limits.cache_bytes
     if cache_bytes is None:
         cache_bytes = int(_GPU_SHARE * torch.cuda.mem_get_info()[0]) if on_gpu else _CPU_BYTES
-    stepper = Stepper(engine.model, spec, cache_bytes=cache_bytes, step_tokens=step_tokens)
+    stepper = Stepper(engine.model, spec, bank, cache_bytes=cache_bytes, step_tokens=step_tokens)
     shelf = AdapterShelf(bank, spec, limits.adapters)
     words = read_words(config.base_model.folder, spec)
     return Batcher(stepper, shelf, words, most_sequences=limits.sequences)

@@ -13,9 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from tlora_megatron.ops.host_copy import Array, to_device
 from tlora_megatron.runtime.sampling.values import (
     AdapterKey,
     Piece,
@@ -40,28 +42,27 @@ def log_probabilities(logits_nV: Tensor) -> Tensor:
 
 def choose(
     logits_nV: Tensor, params: Sequence[SamplingParams], draws: Sequence[random.Random]
-) -> list[int]:
-    """Chooses the next token of each sequence; of equal ones, the smallest.
+) -> Tensor:
+    """Chooses the next token of each sequence, int64 `[n]`; of equal ones, the smallest.
 
     Temperature comes first, then the `top_k` likeliest, then the fewest of these that hold `top_p`.
     """
-    chosen: list[int] = logits_nV.argmax(dim=-1).tolist()
+    chosen_n = logits_nV.argmax(dim=-1)
     drawn = [i for i, one in enumerate(params) if one.temperature > 0]
     if drawn:
-        rows = torch.tensor(drawn, device=logits_nV.device)
-        found = _draw(
-            logits_nV[rows], [params[i] for i in drawn], [draws[i].random() for i in drawn]
+        rows = to_device(torch.tensor(drawn), logits_nV.device)
+        # Rows that are not finite are refused, and must not end in an index of nothing before.
+        chosen_n[rows] = _draw(
+            logits_nV[rows].nan_to_num(),
+            [params[i] for i in drawn],
+            [draws[i].random() for i in drawn],
         )
-        for index, token in zip(drawn, found, strict=True):
-            chosen[index] = token
-    return chosen
+    return chosen_n
 
 
-def _draw(
-    logits_nV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]
-) -> list[int]:
+def _draw(logits_nV: Tensor, params: Sequence[SamplingParams], numbers: Sequence[float]) -> Tensor:
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits_nV.device)[:, None]
+        return to_device(torch.tensor(values, dtype=torch.float64), logits_nV.device)[:, None]
 
     size = logits_nV.shape[1]
     # The likeliest token has 0, whatever it is divided by: nothing becomes infinite.
@@ -78,7 +79,7 @@ def _draw(
     places_n1 = torch.searchsorted(sums_nV, wanted_n1, right=True)
     # A number just below 1 may round up to the sum, behind which nothing is left.
     last_n1 = (p_nV > 0).sum(dim=-1, keepdim=True) - 1
-    return order_nV.gather(1, torch.minimum(places_n1, last_n1))[:, 0].tolist()
+    return order_nV.gather(1, torch.minimum(places_n1, last_n1))[:, 0]
 
 
 def top_of(logprobs_V: Tensor, count: int) -> TopLogprobs:
@@ -105,8 +106,8 @@ class Request:
     seed: int
     key: AdapterKey | None = None
     is_cancelled: bool = False
-    rows: list[int] = field(default_factory=list)
-    """of the cache: the prompt's"""
+    rows: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """of the cache: the prompt's, and behind them those of each sequence"""
     num_live: int = 0
     """sequences that have not ended"""
     logprobs: list[float | None] = field(default_factory=lambda: [None])
@@ -147,7 +148,7 @@ class Track:
     request: Request
     tokens: list[int]
     """all of them"""
-    rows: list[int]
+    rows: Array
     """of the cache, token by token"""
     cached: int = 0
     """tokens that the cache holds"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -318,15 +318,20 @@ def gather(prompts: Sequence[Prompt], pieces: Iterable[Piece]) -> list[Answer]:
     return answers
 
 
-def joined(pieces: Sequence[Piece]) -> Sampled:
-    """A sequence of all its pieces."""
-    last = pieces[-1]
-    assert last.stop_reason is not None, "a sequence has an end"
-    return Sampled(
+def merged(pieces: Sequence[Piece]) -> Piece:
+    """One piece of all those of a sequence."""
+    return replace(
+        pieces[-1],
         tokens=tuple(token for piece in pieces for token in piece.tokens),
         logprobs=tuple(value for piece in pieces for value in piece.logprobs),
-        stop_reason=last.stop_reason,
         text="".join(piece.text for piece in pieces),
-        stopped_by=last.stopped_by,
         top_logprobs=tuple(top for piece in pieces for top in piece.top_logprobs),
     )
+
+
+def joined(pieces: Sequence[Piece]) -> Sampled:
+    """A sequence of all its pieces."""
+    one = merged(pieces)
+    assert one.stop_reason is not None, "a sequence has an end"
+    names = ("tokens", "logprobs", "stop_reason", "text", "stopped_by", "top_logprobs")
+    return Sampled(**{name: getattr(one, name) for name in names})

@@ -15,6 +15,7 @@ import yaml
 
 from tlora_megatron.config.documents import mistake_words, parse_document
 from tlora_megatron.config.reader import ConfigError, must
+from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.config.sections import as_job_list, plain
 from tlora_megatron.files import UserFiles
 from tlora_megatron.service.api.gate import Caller
@@ -192,12 +193,22 @@ class References:
         if isinstance(data, dict):
             found["data"] = dict(data)
             for key in ("train", "eval"):
-                if isinstance(data.get(key), str):
-                    found["data"][key] = self.file(data[key], f"{path}.data.{key}")
+                if key in data:
+                    found["data"][key] = self._data(data[key], f"{path}.data.{key}")
+            template, names = data.get("chat_template"), shipped_templates()
+            if isinstance(template, str) and template not in names:  # one is a program
+                rule = f"be one of {', '.join(names)}"
+                raise must(f"{path}.data.chat_template", rule, template)
         for key in ("init_from", "resume_from"):
             if isinstance(entry.get(key), str):
                 found[key] = self.folder(entry[key], f"{path}.{key}")
         return found
+
+    def _data(self, named: Any, what: str) -> Any:
+        """A file, or the files of a list; whatever is of another type is left to its reader."""
+        if isinstance(named, list):
+            return [self._data(each, what) for each in named]
+        return self.file(named, what) if isinstance(named, str) else named
 
     def _below(self, value: str, what: str) -> Path:
         """A path below the tenant's folder, by its words alone."""

@@ -32,10 +32,10 @@ class Admission:
         self._validator = validator
         self._seen = last_event
         self._outcomes: deque[Outcome] = deque()
-        self._is_full = False
+        self._is_full = self._is_cancelling = False
 
     def look(self) -> None:
-        last = self._context.store.events.last()
+        last, self._is_cancelling = self._context.store.events.last(), False
         events: Sequence[Event] = ()
         if self._seen < last:
             events = self._context.store.events.after(self._seen, kinds=_KINDS, limit=_EVENTS)
@@ -47,7 +47,9 @@ class Admission:
             self.take(new)
             self._seen = events[-1].seq if len(events) == _EVENTS else last
         self._is_full = len(events) == _EVENTS
-        self._take_outcomes()
+        # Processes that start now would check jobs of the next page, which ends them again.
+        if not (self._is_full and self._is_cancelling):
+            self._take_outcomes()
 
     @property
     def has_more(self) -> bool:
@@ -57,14 +59,13 @@ class Admission:
         """Adds jobs and does what is asked of them; returns the new ones."""
         known, new = self._context.state.jobs, []
         for row in rows:
-            if row.id not in known and not row.state.is_over:
+            if row.id in known:
+                known[row.id].requested = row.wish
+            elif not row.state.is_over:
                 new.append(live_job(row))
                 self._context.state.add(new[-1])
-        asked = []
-        for row in rows:
-            if (live := known.get(row.id)) is not None:
-                live.requested = row.wish
-                asked += [live] if row.wish is not None else []
+        there = [known[row.id] for row in rows if row.id in known]
+        asked = [live for live in there if live.requested is not None]
         waiting = [live for live in asked if not live.state.is_live]
         if cancelled := [live for live in waiting if live.requested == "cancel"]:
             self._cancel(cancelled)  # thousands may be cancelled at once, new ones, too
@@ -75,6 +76,7 @@ class Admission:
 
     def _cancel(self, waiting: Sequence[LiveJob]) -> None:
         """Cancels jobs that no gang has."""
+        self._is_cancelling = True
         self._context.cancel_waiting(waiting)
         self._validator.forget({live.id for live in waiting})
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 
+from tlora_megatron.config.job import files_in
 from tlora_megatron.service.prepare.submission import (
     Outcome,
     PrepareRules,
@@ -83,11 +84,10 @@ class PreparePool(AbstractContextManager["PreparePool"]):
         self._hand_out()
 
     def forget(self, jobs: Collection[str]) -> None:
-        """Gives jobs up: `poll` will not speak of them."""
+        """Gives jobs up: `poll` will not speak of them, and has others read in their place."""
         self._waiting = [request for request in self._waiting if request.job not in jobs]
         for worker in [w for w in self._workers if w.request and w.request.job in jobs]:
             self._end(worker)
-        self._hand_out()
 
     def poll(self) -> list[Outcome]:
         """Outcomes since the last call."""
@@ -185,11 +185,10 @@ class _Worker:
 
 def _data_bytes(submission: Submission) -> int:
     """The size of a job's files, as far as they are there."""
-    total = 0
-    for path in dict(submission.document.get("data") or {}).values():
-        if isinstance(path, str):
-            with suppress(OSError):
-                total += os.stat(path).st_size
+    total, data = 0, dict(submission.document.get("data") or {})
+    for path in (*files_in(data.get("train")), *files_in(data.get("eval"))):
+        with suppress(OSError):
+            total += os.stat(path).st_size
     return total
 
 

@@ -13,13 +13,9 @@ import math
 import os
 import shutil
 import stat
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +29,7 @@ from tlora_megatron.files import OPEN_FILE, OPEN_FOLDER, UserFiles, write_json
 from tlora_megatron.model.spec import refuse_gpt_oss
 from tlora_megatron.planner.workload import LengthHistogram, guessed_lengths
 from tlora_megatron.service.home import JOB_NAME, Home, make_folder
+from tlora_megatron.service.logs import listen_to_warnings
 from tlora_megatron.service.prepare.submission import (
     Outcome,
     PrepareRules,
@@ -43,7 +40,6 @@ from tlora_megatron.service.prepare.submission import (
 
 if TYPE_CHECKING:
     from tlora_megatron.model.spec import ModelSpec
-    from tlora_megatron.training.data.jsonl_file import JsonlFile
     from tlora_megatron.training.run.reading import ReadJob
 
 
@@ -57,7 +53,7 @@ _START_DEPTH = 2
 
 def validate(job_id: str, submission: Submission, rules: PrepareRules) -> Outcome:
     """Reads and checks all that a job starts from; keeps its tokens."""
-    with _told() as warnings:
+    with listen_to_warnings() as warnings:
         try:
             found = _validate(job_id, submission, rules)
         except ValueError as error:
@@ -88,8 +84,8 @@ def _validate(job_id: str, submission: Submission, rules: PrepareRules) -> Valid
         rule = f"be at most {_BUDGET} = {rules.micro_batch_tokens}"
         raise must(f"portion_tokens of job {job.name!r}", rule, job.portion_tokens)
 
-    def read(file: JsonlFile) -> bytes:
-        with files.open_file(file.path, f"{file.key} of job {job.name!r}") as opened:
+    def read(path: Path, what: str) -> bytes:
+        with files.open_file(path, what) as opened:
             return opened.read()
 
     reader = JobReader(
@@ -143,10 +139,10 @@ def _accepted(
 
 def _measure(read: ReadJob) -> dict[str, Any]:
     """The fields of `Validated` that say how large a job is."""
-    from tlora_megatron.training.data.mapped_tokens import lengths_of
+    from tlora_megatron.training.data.mapped_tokens import lengths_of, rows_of
 
     data, plan = read.prepared.data, read.prepared.plan
-    rows = lengths_of(data.train) - 1
+    rows = rows_of(data.train, read.prepared.spec.num_sides)
     longest_eval = int((lengths_of(data.eval) - 1).max(initial=0))
     targets = sum(int(sequence.is_target.sum()) for sequence in data.train)
     epoch_tokens = int(rows.sum())
@@ -163,19 +159,6 @@ def _measure(read: ReadJob) -> dict[str, Any]:
         "num_truncated": data.num_truncated,
         "num_dropped": data.num_dropped,
     }
-
-
-@contextmanager
-def _told() -> Iterator[list[logging.LogRecord]]:
-    """Yields the warnings that the package's loggers give meanwhile."""
-    package = logging.getLogger(__name__.partition(".")[0])
-    listener = BufferingHandler(sys.maxsize)
-    listener.setLevel(logging.WARNING)
-    package.addHandler(listener)
-    try:
-        yield listener.buffer
-    finally:
-        package.removeHandler(listener)
 
 
 def take_start_files(job: JobSpec, files: UserFiles, job_folder: Path) -> JobSpec:

@@ -24,9 +24,11 @@ from typing import Any
 
 from tlora_megatron.channel import to_line
 from tlora_megatron.runtime.sampling.values import (
+    Answer,
     Piece,
     Prompt,
     SamplerLimits,
+    gather,
 )
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.sampling.sampler import (
@@ -106,10 +108,20 @@ class OwnSampler(Sampler):
         self._turns: dict[Path, asyncio.Semaphore] = {}
         self._num_waiting = 0
 
-    async def stream(self, base: str, prompts: Sequence[Prompt]) -> AsyncIterator[Piece]:
-        """Yields pieces as tokens come, each once, if need be from another process."""
+    async def generate(self, base: str, prompts: Sequence[Prompt]) -> list[Answer]:
+        return gather(prompts, [piece async for piece in self.stream(base, prompts, whole=True)])
+
+    async def stream(
+        self, base: str, prompts: Sequence[Prompt], *, whole: bool = False
+    ) -> AsyncIterator[Piece]:
+        """Yields pieces as tokens come, each once, if need be from another process.
+
+        Args:
+            whole: only when a sequence has ended, in one piece: a token costs the wire 1 ms.
+        """
         message = {
             "op": "generate",
+            "whole": whole,
             "prompts": [prompt_to_json(prompt) for prompt in prompts],
             "seed": secrets.randbits(62),
         }

@@ -13,6 +13,7 @@ import json
 import logging
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,10 +24,8 @@ from typing import Any, TypeVar
 from tlora_megatron.channel import LinePipe, to_line
 from tlora_megatron.runtime.sampling.batcher import Batcher, open_batcher
 from tlora_megatron.runtime.sampling.tracks import Request
-from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits
+from tlora_megatron.runtime.sampling.values import Piece, SamplerLimits, merged
 from tlora_megatron.service.sampling.wire import lean, prompt_from_json, serve
-from tlora_megatron.training.data.chats import ChatWriter
-from tlora_megatron.training.data.rows import read_messages
 from tlora_megatron.training.data.tokenize import encode_prompt
 
 logger = logging.getLogger(__name__)
@@ -46,16 +45,6 @@ class Order:
     socket: str
     idle_s: float
     limits: Mapping[str, Any]
-
-
-class _Offering(ChatWriter):
-    """Writes chats whose next answer may call tools."""
-
-    def begin(self, chat: Mapping[str, Any]) -> str:
-        """A chat as text, up to where the answer begins; raises `ValueError` as `write` does."""
-        text, _ = self._render(chat, ask=True)
-        self._check_shown(chat, ask=True)
-        return text
 
 
 class SamplingProcess:
@@ -153,11 +142,7 @@ class SamplingProcess:
         size += len(json.dumps(tools)) if tools else 0
         if size > most:
             raise ValueError(f"prompt must have at most {most} characters, got {size}")
-        if not tools:
-            return encode_prompt(words.tokenizer, text)
-        chat = {"messages": read_messages(text), "tools": tools}
-        rendered = _Offering(words.tokenizer).begin(chat)
-        return list(words.tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return encode_prompt(words.tokenizer, text, tools)
 
     def _decode(self, message: Mapping[str, Any]) -> dict[str, Any]:
         def text_of(tokens: list[int]) -> str:
@@ -176,8 +161,15 @@ class SamplingProcess:
         writer: asyncio.StreamWriter,
     ) -> None:
         loop, told = asyncio.get_running_loop(), asyncio.Queue[Piece | ValueError]()
+        held: defaultdict[tuple[int, int], list[Piece]] = defaultdict(list)
 
         def tell(piece: Piece | ValueError) -> None:
+            if message.get("whole") and isinstance(piece, Piece) and piece.scores is None:
+                parts = held[piece.prompt, piece.sample]
+                parts.append(piece)
+                if piece.stop_reason is None:
+                    return
+                piece = merged(parts)
             loop.call_soon_threadsafe(told.put_nowait, piece)
 
         def add() -> list[Request]:

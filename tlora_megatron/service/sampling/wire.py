@@ -1,7 +1,8 @@
 """The wire to our sampling process: lines of JSON over its user's own Unix socket.
 
 A connection carries one request, `{"op": ..., ...}`, and is closed to take it back. `generate`,
-with `prompts` and `seed`, is answered by `{"piece": ...}` for each piece and `{"done": true}`;
+with `prompts` and `seed`, is answered by `{"piece": ...}` for each piece, or with `whole` for each
+sequence, and `{"done": true}`;
 `encode`, with `text` or `messages` and `tools`, by `{"tokens": [...]}`; `decode`, with `tokens` and
 `each`, by `text` or `texts`. `{"error": SENTENCE}` may take an answer's place.
 """

@@ -103,7 +103,9 @@ def _sqlite(path: Path, clock: Callable[[], float]) -> Database:
             connection.execute(f"PRAGMA {setting}")
 
     url = URL.create("sqlite", database=str(path))
-    writer = create_engine(url, json_serializer=to_json, connect_args={"timeout": CHECKPOINT_S})
+    # As many as HTTP has threads: others are opened and closed every time.
+    options: dict[str, Any] = {"pool_size": 40, "connect_args": {"timeout": CHECKPOINT_S}}
+    writer = create_engine(url, json_serializer=to_json, **options)
     event.listen(writer, "connect", prepare)
     event.listen(writer, "begin", _begin)
     reader = writer.execution_options(tlora_reads=True)

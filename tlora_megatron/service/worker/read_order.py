@@ -13,7 +13,6 @@ from tlora_megatron.files import UserFiles
 from tlora_megatron.service.home import Home
 from tlora_megatron.service.messages import JobOrder
 from tlora_megatron.training.data.job_data import TokenCache
-from tlora_megatron.training.data.jsonl_file import JsonlFile
 from tlora_megatron.training.run.preparation import PreparedJob
 from tlora_megatron.training.run.reading import JobReader, check_job_folders
 
@@ -29,10 +28,9 @@ def order_reader(config: RunConfig, root: str | Path) -> Callable[[Mapping[str, 
     """
     home = Home(Path(root))
 
-    def read_again(file: JsonlFile) -> bytes:
+    def read_again(path: Path, what: str) -> bytes:
         # It was resolved when its job was accepted: there are no links in its path.
-        what = f"{file.key} of job {file.job.name!r}"
-        with UserFiles(Path("/")).open_file(file.path, what) as opened:
+        with UserFiles(Path("/")).open_file(path, what) as opened:
             return opened.read()
 
     reader = JobReader(

@@ -43,10 +43,11 @@ class _Marked(NamedTuple):
 
 
 class ChatWriter:
-    """Writes chats by the chat template of a tokenizer."""
+    """Writes chats by a chat template; None: that of a tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template: str | None = None) -> None:
         self._tokenizer = tokenizer
+        self._given = template
         self._marked: dict[str, _Marked] = {}
         """Chats with marks -> their text."""
 
@@ -66,18 +67,19 @@ class ChatWriter:
             return Written(text, _learnt_blocks(chat["messages"], blocks, marked))
         return Written(text, self._prefix_spans(chat, text))
 
-    def ask(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def ask(self, chat: Mapping[str, Any]) -> str:
         """A conversation as text, up to where the assistant's next answer begins.
 
         Raises:
             ValueError: as `write` does.
         """
-        chat = {"messages": messages}
         text, _ = self._render(chat, ask=True)
         self._check_shown(chat, ask=True)
         return text
 
     def _template(self, chat: Mapping[str, Any]) -> str:
+        if self._given is not None:
+            return self._given
         try:
             return str(self._tokenizer.get_chat_template(tools=chat.get("tools")))
         except ValueError as error:
@@ -147,7 +149,7 @@ class ChatWriter:
                     f"the chat template must extend the messages before an assistant turn when it "
                     f"adds the turn, got another beginning at messages[{index}] (a template with "
                     f"generation blocks marks the turns itself; an answer of weight 0 is not "
-                    f"looked for)"
+                    f"looked for: data.learn: last or each has one answer at a time)"
                 )
             spans.append((len(asked), len(asked) + length))
         return spans
@@ -208,11 +210,11 @@ class _Marks:
 
 
 def _refuse_missing(path: str) -> None:
-    remedy = "leave it out, or take a base whose template writes it"
+    remedy = "leave it out, or name a template that writes it (data.chat_template)"
     if path.endswith(REASONING):
-        remedy = "leave it out, or give that answer weight 0"
+        remedy = "leave it out, give that answer weight 0, or set data.learn: each"
     raise ValueError(
-        f"{path} must be written by the chat template, and the base's passes over it: {remedy}"
+        f"{path} must be written by the chat template, and this one passes over it: {remedy}"
     )
 
 

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -22,8 +22,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlora_megatron.config.job import JobSpec
-from tlora_megatron.training.data import chats, jsonl_file, rows, tokenize
-from tlora_megatron.training.data.jsonl_file import JsonlFile, LoadedFile, files_of
+from tlora_megatron.training.data import (
+    chats,
+    contents,
+    forms,
+    jsonl_file,
+    preferences,
+    rows,
+    tokenize,
+)
+from tlora_megatron.training.data.jsonl_file import Contents, JsonlFile, LoadedFile, Read, files_of
 from tlora_megatron.training.data.mapped_tokens import (
     DamagedTokens,
     KeptFile,
@@ -118,8 +126,9 @@ class BatchPlan:
 
     @classmethod
     def for_job(cls, job: JobSpec, num_sequences: int) -> BatchPlan:
-        """The plan of a job over its `num_sequences` training sequences."""
-        return cls(num_sequences, job.batch_size, job.seed, job.max_steps, job.epochs)
+        """The plan of a job over its `num_sequences` training sequences, or half as many pairs."""
+        examples = num_sequences // job.num_sides
+        return cls(examples, job.batch_size, job.seed, job.max_steps, job.epochs)
 
     @property
     def num_steps(self) -> int:
@@ -160,7 +169,7 @@ logger = logging.getLogger(__name__)
 
 ENTRY_NAME = "tokens.safetensors"
 _LIBRARIES = ("transformers", "tokenizers", "jinja2")
-_CODE = (tokenize, chats, rows, jsonl_file)
+_CODE = (tokenize, chats, rows, preferences, forms, contents, jsonl_file)
 """Modules whose own rules shape the tokens."""
 _IDLE_S = 30 * 86400.0
 """Entries that no job has asked for in so long are removed."""
@@ -210,12 +219,12 @@ class TokenCache:
 
     Args:
         folder: `ROOT/cache/tokens` of a service.
-        read: gives the content of a file that a job names; None = opens its path.
+        read: opens files that jobs name; None = as this process may.
     """
 
-    def __init__(self, folder: Path, read: Callable[[JsonlFile], bytes] | None = None) -> None:
+    def __init__(self, folder: Path, read: Read | None = None) -> None:
         self.folder = folder
-        self._read = read or JsonlFile.read
+        self._read = read
 
     def load(
         self,
@@ -258,8 +267,8 @@ class TokenCache:
     ) -> tuple[KeptFile, str]:
         if known is not None and (kept := self._get(known)) is not None:
             return kept, known
-        content = self._read(file)
-        key = _key(file, content, source, vocab_size)
+        found = file.read(self._read)
+        key = _key(file, found, source, vocab_size)
         if known is not None and key != known:
             raise ValueError(
                 f"{file.key} must be the file that was validated, with the same tokenizer, got "
@@ -268,7 +277,7 @@ class TokenCache:
         kept = self._get(key)
         if kept is None:
             path = self.folder / key / ENTRY_NAME
-            write_tokens(path, file.tokenize(content, source.tokenizer, vocab_size))
+            write_tokens(path, file.tokenize(found, source.tokenizer, vocab_size))
             kept = map_tokens(path)
         return kept, key
 
@@ -292,14 +301,18 @@ def _load_tokenizer(folder: Path, digest: str) -> Any:
     return load_tokenizer(folder)
 
 
-def _key(file: JsonlFile, content: bytes, source: TokenizerFolder, vocab_size: int) -> str:
-    what = {
-        "file": hashlib.sha256(content).hexdigest(),
+def _key(file: JsonlFile, found: Contents, source: TokenizerFolder, vocab_size: int) -> str:
+    what: dict[str, Any] = {
+        "files": [hashlib.sha256(content).hexdigest() for content in found.files],
+        "template": found.template,
+        "learn": file.job.data.learn,
         "tokenizer": source.digest,
         "vocab_size": vocab_size,
         "max_seq_len": file.job.max_seq_len,
         "overlong": file.job.data.overlong,
     }
+    if file.job.preference is not None:
+        what["pairs"] = True
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 

@@ -79,6 +79,11 @@ def lengths_of(sequences: Sequence[TokenSequence]) -> np.ndarray:
     return np.array([len(sequence.tokens) for sequence in sequences], dtype=np.int64)
 
 
+def rows_of(sequences: Sequence[TokenSequence], num_sides: int) -> np.ndarray:
+    """`[examples]` rows that each example takes in a micro-batch, both sides of a pair."""
+    return (lengths_of(sequences) - 1).reshape(-1, num_sides).sum(axis=1)
+
+
 def write_tokens(path: Path, loaded: LoadedFile) -> None:
     """Writes a file of tokens; a kill or a full disk leaves none, and writers do not mix."""
     parts = _parts(loaded.sequences)

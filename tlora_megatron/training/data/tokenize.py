@@ -92,15 +92,30 @@ def _tokenizer_class(base_dir: Path) -> str | None:
     return _KNOWN_CLASSES.get((model.get("model_type"), tokenizer.get("tokenizer_class")))
 
 
-def tokenize_rows(rows: Sequence[Row], tokenizer: Any) -> list[TokenSequence]:
+def tokenize_rows(
+    rows: Sequence[Row], tokenizer: Any, template: str | None = None
+) -> list[TokenSequence]:
     """Tokens and targets of each row, in the rows' order.
+
+    Args:
+        template: chat template instead of the tokenizer's.
 
     Raises:
         ValueError: if the chat template is missing, fails, or does not let assistant turns be told
             apart. A sequence without any target is returned as it is.
     """
+
+    def chats(rows: Sequence[Row], tokenizer: Any) -> list[TokenSequence]:
+        fields, wheres = [row.fields for row in rows], [row.where for row in rows]
+        return tokenize_chats(fields, tokenizer, wheres, template)
+
+    ways: dict[RowKind, Callable[[Sequence[Row], Any], Iterable[TokenSequence]]] = {
+        "completion": _completion_sequences,
+        "messages": chats,
+        "text": _text_sequences,
+    }
     sequences: dict[int, TokenSequence] = {}
-    for kind, tokenize in _TOKENIZE.items():
+    for kind, tokenize in ways.items():
         picked = [index for index, row in enumerate(rows) if row.kind == kind]
         if picked:
             made = tokenize([rows[index] for index in picked], tokenizer)
@@ -125,47 +140,61 @@ def _text_sequences(rows: Sequence[Row], tokenizer: Any) -> Iterable[TokenSequen
         yield _sequence(ids, num_context=1)
 
 
-def _messages_sequences(rows: Sequence[Row], tokenizer: Any) -> Iterable[TokenSequence]:
+def tokenize_chats(
+    chats: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    wheres: Sequence[str],
+    template: str | None = None,
+) -> list[TokenSequence]:
+    """Tokens of conversations as `read_chat` returns them; targets are answers of weight 1.
+
+    Args:
+        wheres: job, file and line of each, for errors.
+        template: chat template instead of the tokenizer's.
+
+    Raises:
+        ValueError: as `tokenize_rows` does.
+    """
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"messages must come with a tokenizer that reports offsets (tokenizer.json), "
-            f"got {type(tokenizer).__name__}: {rows[0].where}"
+            f"got {type(tokenizer).__name__}: {wheres[0]}"
         )
-    writer = ChatWriter(tokenizer)
-    chats = [_write(writer, row) for row in rows]
+    writer = ChatWriter(tokenizer, template)
+    written = [_write(writer, chat, where) for chat, where in zip(chats, wheres, strict=True)]
     encoded = tokenizer(
-        [text for text, _ in chats],
+        [text for text, _ in written],
         add_special_tokens=False,  # the template writes them
         return_offsets_mapping=True,
         return_attention_mask=False,
         verbose=False,
     )
     token_offsets = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-    for (ids, offsets), (_, spans) in zip(token_offsets, chats, strict=True):
+    sequences = []
+    for (ids, offsets), (_, spans) in zip(token_offsets, written, strict=True):
         sequence = _sequence(ids, num_context=len(ids))
         starts = _token_starts(offsets)
         for begin, end in spans:
             sequence.is_target[(starts >= begin) & (starts < end)] = True
         sequence.is_target[:1] = False
-        yield sequence
+        sequences.append(sequence)
+    return sequences
 
 
-def _write(writer: ChatWriter, row: Row) -> Written:
+def _write(writer: ChatWriter, chat: Mapping[str, Any], where: str) -> Written:
     try:
-        return writer.write(row.fields)
+        return writer.write(chat)
     except ValueError as error:
-        raise ValueError(f"{error}: {row.where}") from error
+        raise ValueError(f"{error}: {where}") from error
 
 
-_TOKENIZE: dict[RowKind, Callable[[Sequence[Row], Any], Iterable[TokenSequence]]] = {
-    "completion": _completion_sequences,
-    "messages": _messages_sequences,
-    "text": _text_sequences,
-}
-
-
-def encode_prompt(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, text: str | Sequence[Mapping[str, Any]], tools: Any = None
+) -> list[int]:
     """Returns the tokens of a text, or of messages whose next one is the assistant's.
+
+    Args:
+        tools: that the next message may call.
 
     Raises:
         ValueError: if it is neither, or the chat template is missing, refuses the
@@ -174,7 +203,8 @@ def encode_prompt(tokenizer: Any, text: str | Sequence[Mapping[str, Any]]) -> li
     if isinstance(text, str):
         ids = list(tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
         return ids[:-1] if appends_eos(tokenizer) else ids
-    rendered = ChatWriter(tokenizer).ask(read_messages(text))
+    chat = {"messages": read_messages(text)} | ({"tools": tools} if tools else {})
+    rendered = ChatWriter(tokenizer).ask(chat)
     ids = tokenizer(rendered, add_special_tokens=False, return_attention_mask=False, verbose=False)
     return list(ids["input_ids"])
 

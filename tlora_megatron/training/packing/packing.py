@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,93 +21,29 @@ from torch import Tensor
 from tlora_megatron.model.cp_dispatch import CpTeam
 from tlora_megatron.model.layout import RecomputeTable
 from tlora_megatron.ops.exactness import Exactness
-from tlora_megatron.ops.frozen.losses import KINDS, TokenInputs, scaled_losses
+from tlora_megatron.ops.frozen.losses import row_weights
+from tlora_megatron.ops.frozen.pair_losses import PairRows, PairTerms
 from tlora_megatron.ops.host_copy import to_device
 from tlora_megatron.ops.routing import Document, MicroBatchView, pack_micro_batch
 from tlora_megatron.training.data.tokenize import TokenSequence
+from tlora_megatron.training.packing.row_arrays import RowArrays, SentBatch, SentTokens
 
 
-class SentTokens(NamedTuple):
-    """Values that a client sent with the tokens of one sequence, one for every row."""
+class Rejected(NamedTuple):
+    """The other side of a pair, whose chosen one is the item's sequence."""
 
-    targets: np.ndarray
-    """The token that each row is to predict; any."""
-    weights: np.ndarray
-    """fp32, of the rows' cross entropy; where this is 0 there is a log-probability all the same."""
-    kind: int = KINDS["cross_entropy"]
-    """Number of the loss (`ops.frozen.losses`)."""
-    inputs: np.ndarray | None = None
-    """fp32 `[4, T]`, the further fields of `TokenInputs`; None for cross entropy."""
-
-
-class SentBatch(NamedTuple):
-    """Values that clients sent with rows of a micro-batch, on the device."""
-
-    is_sent: Tensor
-    """bool `[T]`: the row is a client's."""
-    kinds: frozenset[int]
-    """Numbers of the losses that its rows have."""
-    inputs: TokenInputs | None
-    """None if cross entropy is the only loss."""
-
-    def losses(self, nll_T: Tensor, weights_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns losses to differentiate, and values to report: `-log p` of clients' rows.
-
-        Rows of other jobs have the bits of `nll_T * weights_T` in both.
-        """
-        losses_T = scaled_losses(nll_T, weights_T, self.inputs, self.kinds)
-        return losses_T, torch.where(self.is_sent, nll_T, losses_T).detach()
-
-
-class RowArrays(NamedTuple):
-    """Rows of a micro-batch on the host, and what clients sent with them."""
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
-    is_sent: np.ndarray
-    """bool `[T]`: the row is a client's."""
-    kind: np.ndarray
-    """int8 `[T]`: number of its loss."""
-    inputs: np.ndarray
-    """fp32 `[4, T]`."""
-
-    @classmethod
-    def zeros(cls, num_tokens: int) -> RowArrays:
-        """Rows that are padding."""
-        return cls(
-            tokens=np.zeros(num_tokens, dtype=np.int64),
-            labels=np.zeros(num_tokens, dtype=np.int64),
-            weights=np.zeros(num_tokens, dtype=np.float32),
-            is_sent=np.zeros(num_tokens, dtype=np.bool_),
-            kind=np.zeros(num_tokens, dtype=np.int8),
-            inputs=np.zeros((4, num_tokens), dtype=np.float32),
-        )
-
-    @classmethod
-    def join(cls, parts: Sequence[RowArrays]) -> RowArrays:
-        return cls(*(np.concatenate(values, axis=-1) for values in zip(*parts, strict=True)))
-
-    def sent_on_device(self, rows: Tensor, device: torch.device) -> SentBatch | None:
-        """Copies what clients sent with the chosen rows; None if no row at all is a client's."""
-        if not self.is_sent.any():
-            return None
-        is_sent_T = to_device(torch.from_numpy(self.is_sent)[rows], device)
-        kinds = frozenset(np.unique(self.kind).tolist())
-        if kinds <= {KINDS["cross_entropy"]}:
-            return SentBatch(is_sent_T, kinds, None)
-        kind_T = to_device(torch.from_numpy(self.kind)[rows], device)
-        values_4T = to_device(torch.from_numpy(self.inputs)[:, rows], device)
-        return SentBatch(is_sent_T, kinds, TokenInputs(kind_T, *values_4T))
+    sequence: TokenSequence
+    terms: PairTerms[float]
+    """Numbers of the pair's loss."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Item:
-    """A sequence of a job's current global batch."""
+    """A sequence of a job's current global batch, or a pair of them."""
 
     sequence: TokenSequence
     index: int
-    """Place of the sequence in its batch."""
+    """Place of the item in its batch."""
     first_token: int
     """Index of its first row among the rows of the whole batch: keys the dropout."""
     weight: float
@@ -115,11 +51,21 @@ class Item:
     sent: SentTokens | None = None
     """Values that a client sent with its tokens, in place of targets and weight; None = a job's own
     data. The last token of the sequence then has no meaning."""
+    rejected: Rejected | None = None
+    """None = it is no pair."""
+
+    @property
+    def sides(self) -> tuple[TokenSequence, ...]:
+        """The sequences that it runs as: documents side by side."""
+        return (
+            (self.sequence,) if self.rejected is None else (self.sequence, self.rejected.sequence)
+        )
 
     @property
     def length(self) -> int:
-        """Rows it takes: every token but the last, which is only predicted."""
-        return len(self.sequence.tokens) - 1
+        """Rows it takes: every token of a side but the last, which is only predicted."""
+        rows = len(self.sequence.tokens) - 1
+        return rows if self.rejected is None else rows + len(self.rejected.sequence.tokens) - 1
 
 
 def batch_items(sequences: Sequence[TokenSequence]) -> list[Item]:
@@ -177,7 +123,8 @@ class Round:
     @property
     def most_documents(self) -> int:
         """Documents of the micro-batch that holds most of them."""
-        return max(map(len, self.micro_batches), default=0)
+        held = (sum(len(p.item.sides) for p in items) for items in self.micro_batches)
+        return max(held, default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,7 +168,30 @@ class PackedBatch:
     order: Tensor | None = None
     """Row of the view that each row of the tensors is, int64 `[T]`; None = the same row."""
     sent: SentBatch | None = None
-    """Values that clients sent with their rows; None = no row is a client's."""
+    """Rows that report `-log p`, and what clients sent with theirs; None = there are none."""
+    pairs: PairRows | None = None
+    """Rows of pairs; None = there are none."""
+
+    def losses(
+        self, nll_T: Tensor, add: Callable[[Tensor], object] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns losses `[T]` to differentiate, and values to report.
+
+        These are `-log p` of the rows of clients and of pairs, whose losses depend on more.
+
+        Args:
+            add: sums over the ranks that share the micro-batch; None = this one has all rows.
+        """
+        weights_T, told_T = self.weights, nll_T.detach()
+        if self.sent is not None:
+            weights_T = row_weights(told_T, weights_T, self.sent.inputs, self.sent.kinds)
+        if self.pairs is not None:
+            exact = self.view.exactness is not None
+            weights_T = self.pairs.weights(told_T, weights_T, add, exact)
+        losses_T = nll_T * weights_T
+        if self.sent is None:
+            return losses_T, losses_T.detach()
+        return losses_T, torch.where(self.sent.is_sent, told_T, losses_T.detach())
 
     def positions(self, device: torch.device) -> Tensor:
         """Position of every row's token in its own document, int64 `[1, T]`."""
@@ -291,20 +261,54 @@ def pack(
         num_parts=num_parts,
         exactness=exactness,
     )
-    return on_device(view, fill_rows(placed, num_tokens), view.local_rows(), device)
+    rows = view.local_rows()
+    batch = on_device(view, fill_rows(placed, num_tokens), rows, device)
+    places = torch.full((num_tokens,), -1)
+    places[rows] = torch.arange(len(rows))
+    return replace(batch, pairs=pair_rows(placed, places, device))
 
 
 def documents_of(placed: Sequence[Placed]) -> list[Document]:
     """The slots and lengths that routing is made from."""
-    return [
-        Document(
-            slot=p.slot,
-            length=p.item.length,
-            first_token=p.item.first_token,
-            portion=p.portion or 0,
-        )
-        for p in placed
-    ]
+    documents = []
+    for slot, item, portion in placed:
+        begin = item.first_token
+        for side in item.sides:
+            rows = len(side.tokens) - 1
+            documents.append(
+                Document(slot=slot, length=rows, first_token=begin, portion=portion or 0)
+            )
+            begin += rows
+    return documents
+
+
+def pair_rows(placed: Sequence[Placed], places: Tensor, device: torch.device) -> PairRows | None:
+    """Finds the rows of pairs; None if there are none.
+
+    Args:
+        places: row of the tensors for every row of the items in packed order, int64; -1 = another
+            rank has it.
+    """
+    if not any(p.item.rejected is not None for p in placed):
+        return None
+    begin, found = 0, list[Tensor]()
+    for item in (p.item for p in placed):
+        for side in item.sides:
+            targets = torch.from_numpy(np.flatnonzero(side.is_target[1:]) + begin)
+            begin += len(side.tokens) - 1
+            if item.rejected is not None:
+                found.append(places[targets][places[targets] >= 0])
+    return PairRows(
+        rows_R=to_device(torch.cat(found), device),
+        lengths_G=to_device(torch.tensor([len(part) for part in found]), device),
+        terms_KP=to_device(terms_of([p.item for p in placed]), device),
+    )
+
+
+def terms_of(items: Sequence[Item]) -> Tensor:
+    """Numbers of the losses of those items that are pairs, fp64 `[K, P]`."""
+    terms = [item.rejected.terms for item in items if item.rejected is not None]
+    return torch.tensor(terms, dtype=torch.float64).t().contiguous()
 
 
 def on_device(
@@ -330,13 +334,14 @@ def fill_rows(placed: Sequence[Placed], num_tokens: int) -> RowArrays:
     """Tokens, labels and loss weights `[num_tokens]` in packed order, zeros behind the items."""
     rows = RowArrays.zeros(num_tokens)
     begin = 0
-    for item in (p.item for p in placed):
-        end = begin + item.length
-        rows.tokens[begin:end] = item.sequence.tokens[:-1]
+    for item, sequence in ((p.item, side) for p in placed for side in p.item.sides):
+        end = begin + len(sequence.tokens) - 1
+        rows.tokens[begin:end] = sequence.tokens[:-1]
         if item.sent is None:
-            target = item.sequence.is_target[1:]
-            rows.labels[begin:end] = np.where(target, item.sequence.tokens[1:], 0)
+            target = sequence.is_target[1:]
+            rows.labels[begin:end] = np.where(target, sequence.tokens[1:], 0)
             rows.weights[begin:end] = np.where(target, item.weight, 0.0)
+            rows.is_sent[begin:end] = target & (item.rejected is not None)
         else:
             rows.labels[begin:end], rows.weights[begin:end] = item.sent.targets, item.sent.weights
             rows.is_sent[begin:end], rows.kind[begin:end] = True, item.sent.kind

@@ -32,12 +32,12 @@ from tlora_megatron.training.packing.packing import (
     Placed,
     Round,
     RoundShape,
-    RowArrays,
     SplitBatch,
     documents_of,
     fill_rows,
     on_device,
     pack,
+    pair_rows,
     round_up,
 )
 from tlora_megatron.training.packing.portions import (
@@ -50,6 +50,7 @@ from tlora_megatron.training.packing.portions import (
     form_teams,
     with_recompute,
 )
+from tlora_megatron.training.packing.row_arrays import RowArrays
 
 
 class PackedRound(NamedTuple):
@@ -61,8 +62,6 @@ class PackedRound(NamedTuple):
     """Each slot's items that did not fit."""
     micro_batches: list[MicroBatch]
     """This rank's; in a pipeline all with equally many rows."""
-    contents: list[tuple[Placed, ...]]
-    """The items that have rows in each of this rank's micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,11 +105,11 @@ class RoundPacker:
     def pack_filled(self, filled: FilledRound) -> PackedRound:
         """Packs this rank's micro-batches of a round."""
         mine, teams = filled.round.of_rank(self.groups.dp_rank, self.groups.cp_rank)
-        contents = [self._with_rows(placed) for placed in mine]
         if not teams:
-            return PackedRound(*filled, self.pack(mine), contents)
+            return PackedRound(*filled, self.pack(mine))
+        contents = [self._with_rows(placed) for placed in mine]
         packed = [self._pack_of_team(*pair) for pair in zip(contents, teams, strict=True)]
-        return PackedRound(*filled, packed, contents)
+        return PackedRound(*filled, packed)
 
     def _fill(self, queues: Sequence[list[Item]], first_slot: int) -> FilledRound:
         """Fills the micro-batches of all replicas."""
@@ -214,7 +213,7 @@ class RoundPacker:
             return [None] * len(bins)
         multiple = row_multiple(self.groups)
         rows = [
-            [padded_rows(documents_of(part), (0, len(part)), multiple)[0] for part in p]
+            [padded_rows(documents_of(part), (0, 2 * len(part)), multiple)[0] for part in p]
             for p in parts
         ]
         num_rows = self._fixed_rows or max(max(map(sum, rows)), multiple)
@@ -262,9 +261,10 @@ class RoundPacker:
         order = shard_order(filled, layout.tp_size if layout.sequence_parallel else 1)
         joined = RowArrays.join([*map(fill_rows, contents, filled)])
         batch = on_device(join_nano_batches(views), joined, order, device)
+        places = _places(parts, filled, order)
+        pairs = pair_rows([*itertools.chain(*parts)], places, device)
         return SplitBatch(
-            replace(batch, order=to_device(order, device)),
-            to_device(_places(parts, filled, order), device),
+            replace(batch, order=to_device(order, device), pairs=pairs), to_device(places, device)
         )
 
     def _pack_of_team(self, placed: Sequence[Placed], team: CpTeam) -> MicroBatch:

@@ -90,7 +90,7 @@ def _note(loop: Loop, asked: Next, outcome: StepOutcome) -> Answer:
     job.last_loss = loss
     tokens, targets = job.moved(number, applied=True)
     reported, lr = StepOutcome(loss, outcome.grad_norm, True), request.adam().learning_rate
-    loop.note_step(StepReport(job, reported, lr, tokens, targets, job.batch_time_s))
+    loop.note_step(StepReport(job, reported, lr, tokens, targets, job.batch_time_s, {}))
     job.batch_time_s = 0.0
     return Answer(metrics={"grad_norm": outcome.grad_norm}, values={"step": job.updates})
 

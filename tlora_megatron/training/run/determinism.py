@@ -22,6 +22,7 @@ from tlora_megatron.config.parallel_rules import DETERMINISM_COST
 from tlora_megatron.config.schema import RunConfig
 from tlora_megatron.files import BY_UMASK, write_atomic
 from tlora_megatron.layers.sites import Site
+from tlora_megatron.ops.frozen import flash4
 from tlora_megatron.ops.kernel_build import built_library
 from tlora_megatron.ops.lora.cuda_arguments import why_not_sizes
 from tlora_megatron.ops.lora.kernel_choice import kernel_choice
@@ -204,6 +205,8 @@ def run_fingerprint(
             "cuda": torch.version.cuda,
             "extension": built_library().stem if kernels == "cuda" else None,
         }
+        if attention := flash4.used_on(device):
+            found["attention"] = attention
     return found
 
 

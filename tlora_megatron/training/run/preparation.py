@@ -21,7 +21,7 @@ from tlora_megatron.layers.adapter_bank import Adapter
 from tlora_megatron.layers.slab import AdapterSlab, Copier, initial_factor, split_name
 from tlora_megatron.model.backbone import Backbone, over_base, warn_of_expert_rank
 from tlora_megatron.training.data.job_data import BatchPlan, JobData, load_job_data
-from tlora_megatron.training.data.mapped_tokens import lengths_of
+from tlora_megatron.training.data.mapped_tokens import lengths_of, rows_of
 from tlora_megatron.training.data.tokenize import fingerprint
 from tlora_megatron.training.driven_jobs import NO_DATA, DrivenState, OpenPlan
 from tlora_megatron.training.formats.checkpoint import Checkpoint, find_checkpoint
@@ -30,12 +30,13 @@ from tlora_megatron.training.formats.peft_config import FUSED_PARTS, hf_targets
 from tlora_megatron.training.formats.peft_experts import common_matrix
 from tlora_megatron.training.formats.quantised import QuantisationCard, check_same_base
 from tlora_megatron.training.job_state import JobState
+from tlora_megatron.training.preference import Reference
 
 logger = logging.getLogger(__name__)
 
 
 _SECTIONS = ("optimizer", "schedule")
-_OWN = ("max_steps", "epochs", "portion_tokens", "on_nonfinite")
+_OWN = ("max_steps", "epochs", "portion_tokens", "on_nonfinite", "preference")
 
 
 def fit_to_job(adapter: AdapterFile, job: JobSpec) -> dict[str, Tensor]:
@@ -139,6 +140,8 @@ class PreparedJob:
     """To continue from; None = a fresh or imported adapter."""
     imported: Mapping[str, Tensor] | None
     """Whole factors of `init_from`."""
+    reference: Reference | None = None
+    """Of a job of pairs that goes on, or whose loss has none."""
 
     @property
     def is_done(self) -> bool:
@@ -213,12 +216,25 @@ def prepare_job(
             f"schedule.warmup_steps of job {job.name!r} must be below its {plan.num_steps} steps, "
             f"got {job.schedule.warmup_steps}: the rate would never reach optimizer.lr"
         )
-    if not job.driven and job.batch_size > len(data.train):
+    if not job.driven and job.batch_size > plan.num_sequences:
         logger.warning(
-            "job %s: batch_size %d is above its %d training sequences (steps: %d, epochs: %.3g)",
-            job.name, job.batch_size, len(data.train), plan.num_steps, plan.num_epochs,
+            "job %s: batch_size %d is above its %d training %s (steps: %d, epochs: %.3g)",
+            job.name, job.batch_size, plan.num_sequences,
+            "sequences" if job.preference is None else "pairs", plan.num_steps, plan.num_epochs,
         )  # fmt: skip
-    prepared = PreparedJob(spec=job, data=data, plan=plan, checkpoint=checkpoint, imported=imported)
+    reference = None
+    if job.preference is not None and not job.preference.has_reference:
+        reference = Reference.of(data)
+    elif job.preference is not None and checkpoint is not None:
+        reference = Reference.read(checkpoint.path.parents[1], job, data, plan)
+    prepared = PreparedJob(
+        spec=job,
+        data=data,
+        plan=plan,
+        checkpoint=checkpoint,
+        imported=imported,
+        reference=reference,
+    )
     if checkpoint is not None:
         check_resumption(prepared)
         where, state = checkpoint.path, checkpoint.state
@@ -236,6 +252,7 @@ def start_job(
         data=prepared.data,
         plan=prepared.plan,
         adapter=Adapter(name=job.name, lora=job.lora, slab=slab),
+        reference=prepared.reference,
     )
     if prepared.checkpoint is not None:
         prepared.checkpoint.restore(state, copier)
@@ -249,12 +266,14 @@ def start_job(
 def _check_lengths(
     job: JobSpec, spec: Backbone, data: JobData, micro_batch_tokens: int, budget: str
 ) -> None:
-    longest = job.max_seq_len
+    longest = most = job.max_seq_len
     if not job.driven:
         longest = max(int(lengths_of(part).max()) for part in (data.train, data.eval) if part) - 1
-    if longest > micro_batch_tokens:
+        most = max(longest, int(rows_of(data.train, job.num_sides).max()))
+    if most > micro_batch_tokens:
+        what = "sequence" if job.preference is None else "pair"
         raise ValueError(
-            f"{budget} must be at least {longest}, the longest sequence of job "
+            f"{budget} must be at least {most}, the longest {what} of job "
             f"{job.name!r}, got {micro_batch_tokens}; raise it or lower the job's max_seq_len"
         )
     if longest > spec.max_positions:

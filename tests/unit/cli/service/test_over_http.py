@@ -57,7 +57,7 @@ def run_file(tmp_path: Path) -> Path:
     (tmp_path / "eval.jsonl").write_text('{"text": "y"}\n')
     data = {"train": "data.jsonl"}
     jobs: list[dict[str, Any]] = [
-        {"name": "one", "data": {**data, "eval": "eval.jsonl"}},
+        {"name": "one", "data": {**data, "eval": ["eval.jsonl", "data.jsonl"]}},
         {"name": "two", "data": data},
     ]
     path = tmp_path / "run.yaml"
@@ -87,7 +87,9 @@ def test_data_of_this_host_are_uploaded_once(
     files = [file.name for file in api.store.uploads.page(tenant="local")]
     assert sorted(files) == ["data.jsonl", "eval.jsonl"]
     assert documents[0]["data"]["train"] == documents[1]["data"]["train"]
-    assert Path(documents[0]["data"]["eval"]).read_text() == '{"text": "y"}\n'
+    evaluation, again = documents[0]["data"]["eval"]
+    assert Path(evaluation).read_text() == '{"text": "y"}\n'
+    assert again == documents[0]["data"]["train"]
     assert (documents[1]["lora"]["rank"], documents[1]["max_steps"]) == (7, 5)
 
 

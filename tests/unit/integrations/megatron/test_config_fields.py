@@ -42,35 +42,23 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 OLD = {"rope_parameters": None, "rope_theta": 50.0}
 WINDOW = {"sliding_window": 5, "use_sliding_window": True}
 CHANGES: tuple[dict[str, Any], ...] = (
-    {"hidden_act": "gelu"},
-    {"rms_norm_eps": 0.1},
-    {"rms_norm_eps": None},
-    {"rope_parameters": None},
-    OLD,
+    {"hidden_act": "gelu"}, {"rms_norm_eps": 0.1}, {"rms_norm_eps": None},
+    {"rope_parameters": None}, OLD,
     {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
     {"rope_parameters": {"rope_theta": 77.0}, "rope_scaling": LLAMA3},
     {"rope_parameters": {**LLAMA3, "rope_theta": 77.0}, "original_max_position_embeddings": 16},
     {**OLD, "rope_scaling": {"type": "linear", "factor": 2.0}},
     {**OLD, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-    {"partial_rotary_factor": 0.5},
-    {"attention_bias": True},
-    {"mlp_bias": True},
-    {"qkv_bias": False},
-    {"is_causal": False},
-    {"tie_word_embeddings": True},
+    {"partial_rotary_factor": 0.5}, {"attention_bias": True}, {"mlp_bias": True},
+    {"qkv_bias": False}, {"is_causal": False}, {"tie_word_embeddings": True},
     {**WINDOW, "max_window_layers": 2},
     {**WINDOW, "layer_types": ["sliding_attention", "full_attention"] * 2},
-    {"num_hidden_layers": 3},
-    {"norm_topk_prob": True},
-    {"norm_topk_prob": False},
-    {"norm_topk_prob": None},
-    {"num_experts_per_tok": 1},
-    {"mlp_only_layers": [0]},
-    {"decoder_sparse_step": 2},
-    {"swiglu_limit": 3.0},
+    {"num_hidden_layers": 3}, {"norm_topk_prob": True}, {"norm_topk_prob": False},
+    {"norm_topk_prob": None}, {"num_experts_per_tok": 1}, {"mlp_only_layers": [0]},
+    {"decoder_sparse_step": 2}, {"swiglu_limit": 3.0},
     *({name: 0.3} for name in ("attention_dropout", "logit_scale", "embedding_multiplier")),
     *({name: 0.3} for name in ("residual_multiplier", "final_logit_softcapping", "clip_qkv")),
-)
+)  # fmt: skip
 """Fields of config.json with other values; None takes one out."""
 
 

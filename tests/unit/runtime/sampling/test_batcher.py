@@ -8,13 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 from tests.helpers.sampling_case import Reference, greedy, opened, sample, write_adapters
 from tests.helpers.tiny_models import make_tiny_model
 from tests.helpers.tiny_tokenizer import VOCAB_SIZE, save_tiny_tokenizer, tiny_tokenizer
+from tlora_megatron.integrations.megatron.decoder import Decoder, bucket_of, pack_step
 from tlora_megatron.integrations.megatron.key_cache import CacheShape, Growth, KeyCache
+from tlora_megatron.ops.decoding import most_runs, slot_runs
 from tlora_megatron.runtime.sampling.batcher import Batcher, Words
 from tlora_megatron.runtime.sampling.tracks import Request
 from tlora_megatron.runtime.sampling.values import AdapterKey, Piece, Prompt, SamplingParams
@@ -27,6 +30,7 @@ class Counting:
         shape = CacheShape(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
         self.cache = KeyCache(shape, num_rows, torch.device("cpu"))
         self.step_tokens = step_tokens
+        self.runs_ahead = False
         self.steps: list[list[Growth]] = []
 
     def step(self, growths: Sequence[Growth], num_slots: int) -> torch.Tensor:
@@ -253,6 +257,25 @@ def test_logits_that_are_not_finite_end_their_request_alone(
     assert model.cache.num_free == model.cache.num_rows
 
 
+def test_a_step_s_numbers_lie_where_a_recorded_graph_looks() -> None:
+    assert [bucket_of(rows) for rows in (1, 2, 3, 5, 64, 65)] == [1, 2, 4, 8, 64, 128]
+    pages = [np.array([7, 3, 9]), np.array([1, 2]), np.array([5, 6, 8, 4])]
+    growths = [
+        Growth(slot=slot, past=past, tokens=(90 + slot,), rows=rows)
+        for slot, past, rows in zip((0, 1, 1), (2, 0, 3), pages, strict=True)
+    ]
+    numbers = pack_step(growths, 2, scratch=63).tolist()
+    tokens, places, new_rows, begins, lens = (numbers[4 * i : 4 * i + 4] for i in range(5))
+    assert (tokens, places) == ([90, 91, 91, 0], [2, 0, 3, 0])
+    assert (new_rows, lens) == ([9, 1, 4, 63], [3, 1, 4, 1])
+    runs, rows = np.reshape(numbers[20:26], (2, 3)).tolist(), numbers[26:]
+    assert runs == [[0, 0, 1], [1, 1, 3]]
+    seen = [rows[begin : begin + count] for begin, count in zip(begins, lens, strict=True)]
+    assert seen == [[7, 3, 9], [1], [5, 6, 8, 4], [63]]
+    many = slot_runs([0] * 17 + [1] * 16 + [3] * 9, 3, most_runs(42, 3))
+    assert many.tolist() == [[0, 0, 16], [0, 16, 17], [1, 17, 33], [0, 0, 0], [0, 0, 0]]
+
+
 TOLERANCE = 1e-5
 """Beside the last digit of fp32: the unlikeliest tokens have log-probabilities of -20."""
 
@@ -337,11 +360,52 @@ def test_tokens_do_not_depend_on_neighbours(case: Opened) -> None:
     assert first.tokens != second.tokens
 
 
+def test_steps_of_single_tokens_are_those_of_the_model(case: Opened) -> None:
+    batcher, (model, bank) = case.batcher, (case.batcher._model, case.batcher._shelf._bank)
+    if model.spec.experts is not None:
+        assert model.decoder is None
+        return
+    prompts = [greedy(prompt, 12) for prompt in prompts_of(case)]
+    expected = sample(batcher, prompts)
+    model.decoder = Decoder(model._hidden, model.cache, bank, records=False)
+    sizes: list[int] = []
+    compute = model.decoder._compute
+    model.decoder._compute = lambda view, ids: (sizes.append(len(ids)), compute(view, ids))[1]
+    try:
+        found = sample(batcher, [*prompts, replace(prompts[4], num_samples=3)])
+    finally:
+        model.decoder = None
+    assert {2, 4, 8} <= set(sizes), "rows were left over, and ended one by one"
+    for one, other in zip(found, [*expected, expected[4]], strict=True):
+        for sequence in one.sequences:
+            assert sequence.tokens == other.sequences[0].tokens
+            assert sequence.logprobs == pytest.approx(other.sequences[0].logprobs, abs=TOLERANCE)
+
+
+def test_news_are_late_where_the_device_is() -> None:
+    class Ahead(Counting):
+        """Tells how much was told when each step began."""
+
+        def step(self, growths: Sequence[Growth], num_slots: int) -> torch.Tensor:
+            told.append(len(asked.told))
+            return super().step(growths, num_slots)
+
+    model, told = Ahead(), list[int]()
+    model.runs_ahead = True
+    asked = Asked(make(model))
+    asked.ask(10, max_tokens=4)
+    asked.ask(8 + ord("a"), stop=("d",))
+    asked.finish()
+    assert asked.tokens(0) == [11, 12, 13, 14]
+    # Of the first, one token behind; of the second, whose text may end it, at once.
+    assert told == [0, 1, 3, 5]
+
+
 def test_hidden_states_do_not_come_from_a_former_holder_of_the_rows(case: Opened) -> None:
     prompt = greedy(prompts_of(case)[0], 8)
     cache = case.batcher._model.cache
     (before,) = sample(case.batcher, [prompt])
-    rows = list(range(cache.num_rows))
+    rows = np.arange(cache.num_rows)
     case.batcher._model.step(
         [Growth(slot=case.batcher._shelf.num_slots, past=0, tokens=(9,) * 40, rows=rows)],
         case.batcher._shelf.num_slots,

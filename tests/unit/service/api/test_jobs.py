@@ -177,7 +177,9 @@ def test_limits_of_a_tenant(api: Api) -> None:
         ({"lora": {"rank": 0}}, "jobs[0].lora.rank must be at least 1, got 0"),
         ({"max_stepz": 1}, "jobs[0].max_stepz is not a known key; did you mean max_steps?"),
         ({"data": {"train": "nowhere.jsonl"}}, "jobs[0].data.train must be there, in your folder"),
+        ({"data": {"train": ["no.jsonl"]}}, "jobs[0].data.train must be there, in your folder"),
         ({"data": {"train": 3}}, "jobs[0].data.train must be"),
+        ({"data": {"chat_template": "../x/qwen3"}}, "chat_template must be one of gpt_oss, qwen3"),
         ({"name": "j1abcd"}, "a job's name must not look like a job's id"),
     ],
 )

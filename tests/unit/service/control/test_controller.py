@@ -5,16 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.fake_gang import FakeGang, FakeTimes
 from tests.helpers.floor_model import FloorModel
 from tests.helpers.live_service import FloorCost, LiveService, one_job
+from tests.helpers.stored_jobs import ValidatorHere
 from tlora_megatron.service.control import admit
 from tlora_megatron.service.control.pricing import MemoryShares
 from tlora_megatron.service.removal import act_on
-from tlora_megatron.service.store import StoreError, StoreFull
+from tlora_megatron.service.store import JobState, StoreError, StoreFull
 
 
 def test_why_a_job_waits_is_said(root: Path) -> None:
@@ -128,6 +130,23 @@ def test_many_jobs_are_cancelled_at_once(root: Path, monkeypatch: pytest.MonkeyP
     assert service.store.jobs.counts() == {"cancelled": 26}
     whys = [event.body for event in service.store.events.after(0, kinds=["state"], job=jobs[-2])]
     assert whys[-1] == {"from": "queued", "to": "cancelled", "why": "cancelled"}
+
+
+def test_no_job_is_checked_while_more_cancelled_ones_come(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admit, "_EVENTS", 10)
+    service, cancelled = LiveService(root), []
+
+    def poll(_: ValidatorHere) -> list[Any]:
+        cancelled.append(service.store.jobs.counts().get(JobState.CANCELLED, 0))
+        return []
+
+    monkeypatch.setattr(ValidatorHere, "poll", poll)
+    jobs = [service.submit(f"job{i}", steps=5) for i in range(25)]
+    act_on(service.home, service.store, "cancel", jobs, "me")
+    service.run(1)
+    assert {*cancelled} == {25}
 
 
 def test_old_jobs_are_removed_every_hour(root: Path) -> None:

@@ -10,6 +10,7 @@ import stat
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -117,6 +118,7 @@ class Endless:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.told = 0
 
     @property
     def has_work(self) -> bool:
@@ -137,7 +139,10 @@ class Endless:
             if request.prompt.tokens == (13,):
                 raise RuntimeError("the device is lost")
             scores = None if request.most_new else Scores(logprobs=(None,))
-            request.tell(Piece(prompt=request.number, tokens=(5,), scores=scores))
+            self.told += 1
+            reason = "length" if request.prompt.tokens == (3,) and self.told == 3 else None
+            piece = Piece(prompt=request.number, tokens=(5,), text="a", scores=scores)
+            request.tell(replace(piece, stop_reason=reason))
 
 
 class Served(NamedTuple):
@@ -208,6 +213,20 @@ async def test_texts_and_messages_become_tokens_and_back(tmp_path: Path) -> None
         }
         each = await ask(found.socket, {"op": "decode", "tokens": byte_ids("ab"), "each": True})
         assert each == {"texts": ["a", "b"]}
+
+
+@pytest.mark.parametrize(("whole", "tokens"), [(True, [[5, 5, 5]]), (False, [[5], [5], [5]])])
+async def test_sequences_come_whole_or_as_they_grow(
+    tmp_path: Path, whole: bool, tokens: list[list[int]]
+) -> None:
+    async with served(tmp_path) as found:
+        reader, writer = await connect(found.socket)
+        writer.write(to_line(sample(3) | {"whole": whole}))
+        answers = [json.loads(line) async for line in reader]
+        writer.close()
+    assert [answer["piece"]["tokens"] for answer in answers[:-1]] == tokens
+    assert "".join(answer["piece"]["text"] for answer in answers[:-1]) == "aaa"
+    assert (answers[-2]["piece"]["stop_reason"], answers[-1]) == ("length", {"done": True})
 
 
 async def test_closed_connection_takes_the_request_back(tmp_path: Path) -> None:

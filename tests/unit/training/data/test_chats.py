@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from tests.helpers.tiny_tokenizer import (
     tiny_tokenizer,
 )
 from tlora_megatron.config.job import DataSpec, JobSpec
+from tlora_megatron.config.rules import shipped_templates
 from tlora_megatron.training.data import tokenize
 from tlora_megatron.training.data.job_data import load_job_data
-from tlora_megatron.training.data.rows import parse_row, read_messages
+from tlora_megatron.training.data.rows import learnt_parts, parse_row, read_messages
 from tlora_megatron.training.data.tokenize import (
     TokenSequence,
     encode_prompt,
@@ -60,6 +62,13 @@ def talk(arguments: Any = None, content: str | None = None) -> list[dict[str, An
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "Bye"},
     ]
+
+
+TOKENIZER = tiny_tokenizer()
+
+
+def chat_of(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"messages": messages, "tools": [TOOL]}
 
 
 def tokenized(template: str, messages: list[dict[str, Any]], **keys: Any) -> TokenSequence:
@@ -133,6 +142,36 @@ def test_weight_0_in_a_block_of_several_answers_is_refused() -> None:
         tokenized(MERGED_TEMPLATE, messages)
 
 
+SAID = {"role": "assistant", "content": "Let me see.", "tool_calls": [call()]}
+SHORT = [{"role": "system", "content": "s"}, {"role": "user", "content": " a "}]
+RESULTS = [{"role": "tool", "tool_call_id": "c1", "content": "20"}] * 2
+CHATS = {
+    "answer": [*SHORT, {"role": "assistant", "content": "b"}],
+    "reasoning": [*SHORT, {"role": "assistant", "content": "b", "thinking": "because"}],
+    "call": [*SHORT, SAID],
+    "after a call": [*SHORT, talk()[1], *RESULTS, {"role": "assistant", "content": "warm"}],
+    "talk": talk(),
+}
+
+
+@pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS.keys())
+@pytest.mark.parametrize("name", shipped_templates())
+def test_blocks_of_our_templates_begin_where_a_model_is_asked(
+    name: str, messages: list[dict[str, Any]]
+) -> None:
+    blocks = shipped_templates()[name].read_text()
+    (row,) = learnt_parts(parse_row(json.dumps(chat_of(messages)).encode(), ""), "last")
+    plain = re.sub(r"\{%- (end)?generation %\}", "", blocks)
+    found, expected = (tokenize_rows([row], TOKENIZER, each)[0] for each in (blocks, plain))
+    assert found.tokens.tolist() == expected.tokens.tolist()
+    assert found.is_target.tolist() == expected.is_target.tolist()
+    assert len(learnt(found)) == 1
+    ids = TOKENIZER.apply_chat_template(
+        read_messages(messages), tools=[TOOL], chat_template=blocks, return_dict=False
+    )
+    assert found.tokens.tolist() == ids
+
+
 @BOTH
 def test_variables_reach_the_template(template: str) -> None:
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -173,7 +212,7 @@ LOST: dict[str, tuple[str, list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize(("template", "messages", "path"), LOST.values(), ids=LOST.keys())
 def test_what_a_template_omits(template: str, messages: list[dict[str, Any]], path: str) -> None:
-    rule = "must be written by the chat template, and the base's passes over it"
+    rule = "must be written by the chat template, and this one passes over it"
     with pytest.raises(ValueError, match=f"^{path} {rule}: .*: f line 1$"):
         tokenized(template, messages, tools=[TOOL])
 
@@ -212,6 +251,10 @@ def test_what_the_tokenizer_calls_a_tool_template_is_used_for_tools() -> None:
     (found,) = tokenize_rows([row], tokenizer)
     expected = tokenizer.apply_chat_template(messages, tools=[TOOL], return_dict=False)
     assert found.tokens.tolist() == expected
+    (other,) = tokenize_rows([row], tokenizer, LAST_THINKS_TEMPLATE)
+    assert (
+        other.tokens.tolist() == tokenized(LAST_THINKS_TEMPLATE, talk(), tools=[TOOL])[0].tolist()
+    )
 
 
 def load(folder: Path, template: str, messages: list[dict[str, Any]], named: Any = None) -> None:
@@ -250,7 +293,7 @@ def test_answers_that_never_end_are_told_once(
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == bool(count)
     if count:
-        assert f"train.jsonl: the base's chat template ends {count} answers with no tok" in told[0]
+        assert f"train.jsonl: the chat template ends {count} answers with no tok" in told[0]
         assert "does not stop" in told[0]
 
 

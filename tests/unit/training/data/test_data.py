@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -50,11 +51,8 @@ def load(
 ) -> JobData:
     train = write(tmp_path / "train.jsonl", rows)
     evaluation = write(tmp_path / "eval.jsonl", eval_rows) if eval_rows is not None else None
-    data = DataSpec(
-        train=str(train),
-        eval=str(evaluation) if evaluation else None,
-        overlong=job.pop("overlong", "truncate"),
-    )
+    given = {key: job.pop(key) for key in ("overlong", "learn", "chat_template") if key in job}
+    data = DataSpec(train=str(train), eval=str(evaluation) if evaluation else None, **given)
     spec = JobSpec(name="x", data=data, max_steps=1, **job)
     return load_job_data(spec, tokenizer, VOCAB_SIZE)
 
@@ -184,15 +182,100 @@ class TestFile:
         assert "2 of 4 sequences cut to max_seq_len 4, 1 more dropped" in caplog.text
         assert "job 'x'" in caplog.text
 
+    @pytest.mark.parametrize("length", range(1, 9))
+    def test_split_text_learns_each_token_once_after_the_one_before_it(self, tmp_path, length):
+        text = "abcdefgh"[:length]
+        rows = [{"text": text}, {"prompt": "a", "completion": "b"}]
+        data = load(tmp_path, rows, max_seq_len=4, overlong="split")
+        *parts, last = data.train
+        assert last.tokens.tolist() == [BOS_ID, *byte_ids("ab"), EOS_ID]
+        learnt, before = [], BOS_ID
+        for part in parts:
+            assert 1 < len(part.tokens) <= 4
+            assert part.tokens[0] == before
+            assert part.is_target.tolist() == [False] + [True] * (len(part.tokens) - 1)
+            learnt += part.tokens[1:].tolist()
+            before = learnt[-1]
+        assert learnt == byte_ids(text)
+        assert (data.num_truncated, data.num_dropped) == (0, 0)
+
+    def test_split_is_for_text_alone(self, tmp_path):
+        rule = r"at most max_seq_len 3 tokens, got 4: .* line 1; .*, split is for text alone"
+        with pytest.raises(ValueError, match=rule):
+            load(tmp_path, [{"prompt": "a", "completion": "b"}], max_seq_len=3, overlong="split")
+
+    def test_the_last_answer_or_each_as_if_it_were_the_last(self, tmp_path):
+        tokenizer = tiny_tokenizer(chat_template=THINKING_CHAT_TEMPLATE)
+        turns = (("user", "a"), ("assistant", "n"), ("user", "c"), ("assistant", "d"))
+        alone = [load(tmp_path, [chat(*turns[:n])], tokenizer).train[0] for n in (2, 4)]
+        first = [BOS_ID, USER_ID, *byte_ids("a"), END_ID, ASSISTANT_ID]
+        for learn, expected in (("each", alone), ("last", alone[1:])):
+            data = load(tmp_path, [chat(*turns)], tokenizer, learn=learn)
+            assert [s.tokens.tolist() for s in data.train] == [s.tokens.tolist() for s in expected]
+            last = data.train[-1]
+            thought = byte_ids("<think></think>d")
+            assert last.tokens[last.is_target].tolist() == [*thought, END_ID]
+        assert data.train[0].tokens.tolist()[: len(first)] == first
+
+    def test_a_template_of_the_job_s_own(self, tmp_path):
+        row = chat(("user", "a"), ("assistant", "b"))
+        file = tmp_path / "own.jinja"
+        file.write_text("{% for m in messages %}{{ m.content + '!' }}{% endfor %}")
+        assert only(load(tmp_path, [row], chat_template=str(file))) == (byte_ids("a!b!"), [2, 3])
+        tokens, targets = only(load(tmp_path, [row], chat_template="qwen3"))
+        assert TOKENIZER.decode(tokens).endswith("a<|im_end|>\n<|im_start|>assistant\n<think>\n\n"
+        "</think>\n\nb<|im_end|>\n")  # fmt: skip
+        assert TOKENIZER.decode([tokens[i] for i in targets]).startswith("<think>")
+        file.write_bytes(b"\xff")
+        with pytest.raises(ValueError, match=r"data.chat_template must be UTF-8, got .*own.jinja$"):
+            load(tmp_path, [row], chat_template=str(file))
+        with pytest.raises(ValueError, match=r"data.chat_template must be a readable file, got No"):
+            load(tmp_path, [row], chat_template="qwen9")
+
     def test_a_sequence_of_just_max_seq_len_is_whole(self, tmp_path):
         data = load(tmp_path, [{"text": "abc"}], max_seq_len=4, overlong="error")
         assert only(data) == ([BOS_ID, *byte_ids("abc")], [1, 2, 3])
         assert (data.num_truncated, data.num_dropped) == (0, 0)
 
 
+ROWS = [{"text": "a"}, {"prompt": "b\u2028", "completion": "c"}]
+AS_LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS).encode()
+AS_ARRAY = b"\xef\xbb\xbf\n" + json.dumps(ROWS, indent=1).encode()
+
+
+@pytest.mark.parametrize("content", [AS_LINES, AS_ARRAY], ids=["lines", "array"])
+def test_files_are_told_apart_by_their_bytes_and_follow_each_other(tmp_path, content):
+    paths = (tmp_path / "a", tmp_path / "b.gz")
+    paths[0].write_bytes(content)
+    paths[1].write_bytes(gzip.compress(content))
+    data = DataSpec(train=tuple(map(str, paths)), eval=str(paths[1]))
+    spec = JobSpec(name="x", data=data, max_steps=1)
+    found = load_job_data(spec, TOKENIZER, VOCAB_SIZE)
+    expected = [s.tokens.tolist() for s in load(tmp_path, ROWS).train]
+    assert [s.tokens.tolist() for s in found.train] == 2 * expected
+    assert [s.tokens.tolist() for s in found.eval] == expected
+
+
+BAD_FILES = {
+    "cut gzip": (gzip.compress(AS_LINES)[:-9], "a gzipped file must be whole, got .*'x', .*b$"),
+    "no array": (b"[1]\n[2]", r"begins with \[ must be one JSON array, got Extra data.*, .*b$"),
+    "row of an array": (b'[{"text": "a"}, {"text": 1}]', "text must be a string, .*b row 2$"),
+    "empty array": (b"[]", "data.train must hold at least one line, got none: job 'x', .*b$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_FILES.values(), ids=BAD_FILES.keys())
+def test_bad_files_of_several_are_named(tmp_path, content, message):
+    (tmp_path / "a").write_bytes(AS_LINES)
+    (tmp_path / "b").write_bytes(content)
+    data = DataSpec(train=(str(tmp_path / "a"), str(tmp_path / "b")))
+    with pytest.raises(ValueError, match=message):
+        load_job_data(JobSpec(name="x", data=data, max_steps=1), TOKENIZER, VOCAB_SIZE)
+
+
 GOOD = {"text": "abc"}
 NO_JSON = "a line must be JSON, got"
-BAD_KEYS = "a line must hold prompt and completion, or messages, or text, got the keys"
+BAD_KEYS = "a line must hold prompt and completion, or messages, or text, or .*, got the keys"
 NO_TARGET = "a line must give at least one token to learn after its first"
 BAD_LINES = {
     "not json": (b"{'text': 1}", NO_JSON),

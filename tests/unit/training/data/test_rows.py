@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.tiny_tokenizer import TOOL
 from tlora_megatron.service.api.openai.uploads import LineCheck
-from tlora_megatron.training.data.rows import parse_row, read_messages
+from tlora_megatron.training.data.rows import learnt_parts, parse_row, read_messages
 
 CALL = {
     "id": "c1",
@@ -19,7 +19,9 @@ CALL = {
 ASK, TOLD = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "20C"}
-OTHER_KEYS = "a line must hold prompt and completion, or messages, or text, got the keys"
+HUMAN, BOT = {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "c"}]
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 
 
 def chat(*messages: dict[str, Any], **keys: Any) -> dict[str, Any]:
@@ -34,19 +36,31 @@ SHAPES: dict[str, tuple[dict[str, Any], str | None]] = {
      None),
     "tools alone": (chat(ASK, TOLD, tools=[TOOL], parallel_tool_calls=False), None),
     "weight 0": (chat(ASK, {**TOLD, "weight": 0}, ASK, {**TOLD, "weight": 1}), None),
-    "content parts": (chat({"role": "user", "content": [{"type": "text", "text": "hi"}]}, TOLD),
-     r"messages\[0\].content must be a string, got \["),
+    "content parts": (chat({"role": "user", "content": PARTS}, TOLD), None),
+    "an image": (chat({"role": "user", "content": [*PARTS, IMAGE]}, TOLD),
+     r"^messages\[0\].content\[2\] must be a part of type text, got \{'type': 'image_url'"),
+    "a part without text": (chat({"role": "user", "content": [{"type": "text"}]}, TOLD),
+     r"^messages\[0\].content\[0\] must be a part of type text, got \{'type': 'text'\}"),
     "reasoning": (chat(ASK, {**TOLD, "reasoning_content": "because"}), None),
-    "ShareGPT": ({"conversations": [{"from": "human", "value": "hi"}]}, OTHER_KEYS),
-    "Alpaca": ({"instruction": "hi", "input": "", "output": "x"}, OTHER_KEYS),
-    "pairs": ({"prompt": "a", "chosen": "b", "rejected": "c"},
-     "^chosen must be left out: it is preference data, which is not trained here"),
-    "OpenAI's pairs": ({"input": chat(ASK), "preferred_output": [TOLD],
-      "non_preferred_output": [TOLD]}, "^preferred_output must be left out: it is preference data"),
+    "ShareGPT": ({"conversations": [HUMAN, BOT], "system": "s"}, None),
+    "ShareGPT with roles": ({"conversations": [ASK, TOLD], "tools": [TOOL]}, None),
+    "ShareGPT's calls": ({"conversations": [HUMAN, {"from": "function_call", "value": "{}"}]},
+     r"^messages\[1\].role must be one of system, .*, got 'function_call'"),
+    "ShareGPT's weight": ({"conversations": [HUMAN, {**BOT, "weight": 1}]}, None),
+    "ShareGPT, no answer": ({"conversations": [HUMAN]}, "a chat must have an answer of weight 1"),
+    "ShareGPT, no list": ({"conversations": "a"}, "conversations must be a list, got 'a"),
+    "Alpaca": ({"instruction": "hi", "input": "", "output": "x"}, None),
+    "Alpaca's numbers": ({"instruction": "hi", "output": 3}, "^output must be a string, got 3"),
+    "Alpaca's text": ({"instruction": "hi", "output": "x", "text": "hi x"}, "^a line must hold"),
     "unpaired preferences": ({"prompt": "a", "completion": "b", "label": False},
      "^label must be left out: it is unpaired preference data, which is not trained here: f l"),
-    "conversational completion": ({"prompt": [ASK], "completion": [TOLD]},
-     "prompt must be a string, got"),
+    "conversational completion": ({"prompt": [ASK], "completion": [TOLD], "tools": [TOOL]}, None),
+    "half a conversation": ({"prompt": [ASK], "completion": "b"}, "^completion must be a non-emp"),
+    "the other half": ({"prompt": "a", "completion": [TOLD]}, "^completion must be a string, got"),
+    "prompt that is answered": ({"prompt": [ASK, TOLD], "completion": [TOLD]},
+     "^prompt must end with a message that is answered, got an answer"),
+    "misspelt in a completion": ({"prompt": [ASK], "completion": [{**TOLD, "wieght": 1}]},
+     r"^completion\[0\]'s keys must be"),
     "variables of the template": (chat(ASK, TOLD, chat_template_kwargs={"enable_thinking": False}),
      None),
     "misspelt": ({"prompt": "a", "completion": "b", "wieght": 3},
@@ -106,7 +120,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "calls no list": (chat(ASK, {**CALLED, "tool_calls": {"a": 1}}), "tool_calls must be a list"),
     "call without a function": (chat(ASK, {**CALLED, "tool_calls": [{"type": "custom"}]}),
      r"messages\[1\].tool_calls\[0\] must be an object whose function has a name"),
-    "tools as text": (chat(ASK, TOLD, tools="[]"), r"tools must be a list, got '\[\]'"),
+    "tools as text": (chat(ASK, TOLD, tools="[{]"), r"tools must be a list, got '\[\{\]'"),
     "flat tool": (chat(ASK, TOLD, tools=[{"name": "f"}]), r"tools\[0\] must be an object whose"),
     "name no string": (chat({**ASK, "name": 1}, TOLD), r"messages\[0\].name must be a string"),
     "variables no object": (chat(ASK, TOLD, chat_template_kwargs=[1]), "must be an object, got"),
@@ -134,3 +148,34 @@ def test_templates_get_objects_and_no_nulls() -> None:
         TOLD,
     ]
     assert given[1]["tool_calls"] == [CALL], "the caller's messages stay"
+
+
+SYSTEM, AGAIN = {"role": "system", "content": "s"}, {"role": "assistant", "content": "d"}
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "ShareGPT": ({"conversations": [HUMAN, BOT], "system": "s"}, chat(SYSTEM, ASK, TOLD)),
+    "Alpaca": ({"instruction": "a", "input": "c", "output": "b", "system": "s"},
+     chat(SYSTEM, {"role": "user", "content": "a\nc"}, TOLD)),
+    "parts": (chat({"role": "user", "content": PARTS}, TOLD),
+     chat({"role": "user", "content": "ac"}, TOLD)),
+    "completion": ({"prompt": [SYSTEM, ASK, AGAIN, ASK], "completion": [TOLD]},
+     chat(SYSTEM, ASK, {**AGAIN, "weight": 0}, ASK, TOLD)),
+    "tools as text": (chat(ASK, TOLD, tools=json.dumps([TOOL])), chat(ASK, TOLD, tools=[TOOL])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "fields"), SAME.values(), ids=SAME.keys())
+def test_other_forms_are_chats(row: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert parse_row(json.dumps(row).encode(), "")[:2] == ("messages", fields)
+
+
+def test_each_answer_or_the_last_one_is_a_row() -> None:
+    silent = {**AGAIN, "weight": 0}
+    row = parse_row(json.dumps(chat(ASK, TOLD, ASK, silent, ASK, AGAIN, ASK)).encode(), "f line 1")
+    first, last = [ASK, TOLD], [ASK, {**TOLD, "weight": 0}, ASK, silent, ASK, AGAIN]
+    parts = {learn: learnt_parts(row, learn) for learn in ("all", "last", "each")}
+    assert parts["all"] == [row]
+    assert [part.fields["messages"] for part in parts["last"]] == [last]
+    assert [part.fields["messages"] for part in parts["each"]] == [first, last]
+    assert {part.where for part in parts["each"]} == {"f line 1"}
+    text = parse_row(b'{"text": "a"}', "")
+    assert learnt_parts(text, "each") == [text]

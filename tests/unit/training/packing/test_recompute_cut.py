@@ -162,7 +162,7 @@ def test_micro_batches_have_their_own_rows_but_in_a_pipeline(pp_size: int, rows:
     queue = items([40, 33, 30])
     packed = packer(pp_size).pack_part([queue], first_slot=0)
     assert [m.packed.view.num_tokens for m in packed.micro_batches] == rows
-    held = [[p.item.length for p in own] for own in packed.contents]
+    held = [[p.item.length for p in own] for own in packed.round.replicas[1]]
     assert held == [[33], [30]]
 
 

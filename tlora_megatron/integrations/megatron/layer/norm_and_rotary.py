@@ -77,6 +77,7 @@ class PackedRotaryEmbedding:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._inv_freq = inverse_frequencies(spec)
+        self._on_device: dict[torch.device, Tensor] = {}
         self._factor = rotary_factor(spec)
 
     def __call__(self, x_T1ND: Tensor, micro_batch: MicroBatchView) -> Tensor:
@@ -89,7 +90,9 @@ class PackedRotaryEmbedding:
 
         def make() -> tuple[Tensor, Tensor]:
             positions_T = micro_batch.positions(like.device)
-            half = positions_T[:, None].float() * to_device(self._inv_freq, like.device)
+            if like.device not in self._on_device:
+                self._on_device[like.device] = to_device(self._inv_freq, like.device)
+            half = positions_T[:, None].float() * self._on_device[like.device]
             angles_TD = torch.cat([half, half], dim=-1)
             cos_TD, sin_TD = angles_TD.cos(), angles_TD.sin()
             if self._factor != 1.0:

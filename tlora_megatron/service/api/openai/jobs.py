@@ -97,6 +97,7 @@ def _event(row: Row) -> dict[str, Any] | None:
 def _metrics(message: str, row: Row, names: Mapping[str, str]) -> dict[str, Any]:
     data = {"step": row["step"]}
     data |= {to: row[name] for name, to in names.items() if row.get(name) is not None}
+    data |= {name: value for name, value in row.items() if "/" in name}  # scores of pairs
     return {"message": message, "type": "metrics", "data": data}
 
 

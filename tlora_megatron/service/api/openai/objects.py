@@ -33,7 +33,8 @@ STATUS: Mapping[JobState, str] = {
 
 def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
     """A job, with what was remembered of the request that made it."""
-    is_over = job.state.is_over
+    is_over, numbers = job.state.is_over, asked["hyperparameters"]
+    method = "dpo" if "beta" in numbers else "supervised"
     return {
         "id": job.id,
         "object": "fine_tuning.job",
@@ -48,11 +49,8 @@ def job_object(job: Job, asked: Mapping[str, Any]) -> dict[str, Any]:
         "validation_file": asked["validation_file"],
         "result_files": [RESULTS + job.id] if is_over and job.step else [],
         "seed": asked["seed"],
-        "hyperparameters": asked["hyperparameters"],
-        "method": {
-            "type": "supervised",
-            "supervised": {"hyperparameters": asked["hyperparameters"]},
-        },
+        "hyperparameters": numbers,
+        "method": {"type": method, method: {"hyperparameters": numbers}},
         "metadata": asked["metadata"],
         "integrations": [],
         "trained_tokens": job.tokens if is_over else None,

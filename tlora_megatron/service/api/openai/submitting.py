@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr
 
 from tlora_megatron.config.documents import merge
-from tlora_megatron.config.job import JobSpec, OptimizerSpec
+from tlora_megatron.config.job import JobSpec, OptimizerSpec, PreferenceSpec
 from tlora_megatron.config.reader import ConfigError, check_partial, nearest
 from tlora_megatron.service.api.gate import ApiError, Caller, missing, refused
 from tlora_megatron.service.api.openai.models import ADAPTER, find_model, split_model
@@ -33,6 +33,8 @@ _DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(JobSpec)
 AUTO_BATCH_SIZE: int = _DEFAULTS["batch_size"]
 AUTO_LR: float = OptimizerSpec().lr
 """A `learning_rate_multiplier` multiplies this, or `tlora.optimizer.lr`."""
+AUTO_BETA, AUTO_DPO_LR = PreferenceSpec().beta, 1e-5
+"""Of jobs of pairs; the rate is that of tinker-cookbook's recipe."""
 PREFIX = "tlora."
 """Keys of `metadata` that begin so set what the API has no field for."""
 _SERVICE = ("gpus", "max_slowdown", "priority", "checkpoint_every_s")
@@ -41,7 +43,10 @@ _KEYS = (
     *("lora.expert_rank", "lora.expert_sharing"),
     *("optimizer.lr", "optimizer.weight_decay", "optimizer.max_grad_norm"),
     *("schedule.name", "schedule.warmup_steps", "schedule.warmup_ratio", "schedule.min_lr"),
-    *("max_seq_len", "max_steps", "eval_every_steps", "on_nonfinite", "data.overlong"),
+    *("max_seq_len", "max_steps", "eval_every_steps", "on_nonfinite"),
+    *("data.overlong", "data.learn", "data.chat_template"),
+    *("preference.loss", "preference.label_smoothing", "preference.margin"),
+    "preference.sft_weight",
     *_SERVICE,
 )
 _SUFFIX = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -56,6 +61,15 @@ class Hyperparameters(BaseModel):
     n_epochs: StrictInt | Literal["auto"] | None = None
     batch_size: StrictInt | Literal["auto"] | None = None
     learning_rate_multiplier: StrictFloat | StrictInt | Literal["auto"] | None = None
+
+
+class PairHyperparameters(Hyperparameters):
+    """Those of the method `dpo`."""
+
+    beta: StrictFloat | StrictInt | Literal["auto"] | None = None
+
+
+_METHODS = {"supervised": Hyperparameters, "dpo": PairHyperparameters}
 
 
 class Asked(BaseModel):
@@ -85,6 +99,8 @@ class Numbers(BaseModel):
     n_epochs: int
     batch_size: int
     learning_rate_multiplier: float
+    beta: float | None = None
+    """None = the method is not `dpo`."""
 
 
 def check_request(asked: Asked) -> None:
@@ -103,22 +119,26 @@ def numbers_of(asked: Asked) -> Numbers:
     """The hyperparameters of a request, from whichever of their two places.
 
     Raises:
-        ApiError: if the method is another than supervised, or a value is out of range.
+        ApiError: if the method is not known, or a value is out of range.
     """
     given, place = asked.hyperparameters, "hyperparameters"
-    supervised = _supervised(asked.method)
-    if supervised is not None:
-        if given is not None and given != supervised:
-            rule = "be left out, or equal those of method.supervised"
+    kind, inner = _method(asked.method)
+    if inner is not None:
+        if given is not None and given.model_dump() != inner.model_dump(
+            include=set(given.__dict__)
+        ):
+            rule = f"be left out, or equal those of method.{kind}"
             raise refused("hyperparameters", rule, given.model_dump())
-        given, place = supervised, "method.supervised.hyperparameters"
+        given, place = inner, f"method.{kind}.hyperparameters"
     given = given or Hyperparameters()
+    beta = getattr(given, "beta", None)
     return Numbers(
         n_epochs=_number(given.n_epochs, AUTO_EPOCHS, f"{place}.n_epochs"),
         batch_size=_number(given.batch_size, AUTO_BATCH_SIZE, f"{place}.batch_size"),
         learning_rate_multiplier=_number(
             given.learning_rate_multiplier, 1.0, f"{place}.learning_rate_multiplier"
         ),
+        beta=_number(beta, AUTO_BETA, f"{place}.beta") if kind == "dpo" else None,
     )
 
 
@@ -145,7 +165,11 @@ def job_entry(
     for key, value in settings.get("lora", {}).items():
         if start.lora and key != "dropout" and value != start.lora[key]:
             raise refused(f"metadata.tlora.lora.{key}", f"be the model's {start.lora[key]}", value)
-    lr = float(settings.get("optimizer", {}).get("lr", AUTO_LR))
+    pairs = {} if numbers.beta is None else {"preference": {"beta": numbers.beta}}
+    if "preference" in settings and not pairs:
+        raise refused("method.type", "be dpo with metadata.tlora.preference", "supervised")
+    default_lr = AUTO_DPO_LR if pairs else AUTO_LR
+    lr = float(settings.get("optimizer", {}).get("lr", default_lr))
     entry: dict[str, Any] = {
         "name": name,
         "data": {"train": train, "eval": validation},
@@ -153,6 +177,7 @@ def job_entry(
         "lora": start.lora,
         "batch_size": numbers.batch_size,
         "seed": asked.seed or 0,
+        **pairs,
     }
     entry = merge(entry, settings)
     if "max_steps" not in settings:
@@ -199,28 +224,30 @@ def _check_metadata(metadata: Mapping[str, str]) -> None:
             raise ApiError(400, f"{name} is not a known key; {hint}", param="metadata")
 
 
-def _supervised(method: Mapping[str, Any] | None) -> Hyperparameters | None:
+def _method(method: Mapping[str, Any] | None) -> tuple[str, Hyperparameters | None]:
+    """The kind of a method, and the hyperparameters that it holds."""
     if method is None:
-        return None
+        return "supervised", None
     kind = method.get("type")
-    if kind != "supervised":
-        remedy = "preferences and rewards are not trained here" if kind else ""
-        raise refused("method.type", "be supervised", kind, remedy)
-    others = [key for key in method if key not in ("type", "supervised")]
+    if not isinstance(kind, str) or kind not in _METHODS:
+        remedy = "rewards are not trained here" if kind else ""
+        raise refused("method.type", "be supervised or dpo", kind, remedy)
+    others = [key for key in method if key not in ("type", kind)]
     if others and any(method[key] is not None for key in others):
         raise refused(f"method.{others[0]}", "be left out", method[others[0]])
-    inner = method.get("supervised") or {}
+    inner = method.get(kind) or {}
     extra = [key for key in inner if key != "hyperparameters"] if isinstance(inner, dict) else [""]
     if extra:
-        raise refused("method.supervised", "hold hyperparameters alone", inner)
+        raise refused(f"method.{kind}", "hold hyperparameters alone", inner)
     found = inner.get("hyperparameters")
     if found is None:
-        return None
+        return kind, None
     try:
-        return Hyperparameters.model_validate(found)
+        return kind, _METHODS[kind].model_validate(found)
     except ValueError:
-        rule = "hold n_epochs, batch_size and learning_rate_multiplier, numbers or auto"
-        raise refused("method.supervised.hyperparameters", rule, found) from None
+        names = ", ".join(_METHODS[kind].model_fields)
+        rule = f"hold {names}, numbers or auto"
+        raise refused(f"method.{kind}.hyperparameters", rule, found) from None
 
 
 def _number(given: Any, default: T, name: str) -> T:
@@ -267,7 +294,7 @@ class Submitting:
             "door": DOOR,
             "base": start.base,
             "seed": asked.seed or 0,
-            "hyperparameters": numbers.model_dump(),
+            "hyperparameters": numbers.model_dump(exclude_none=True),
             **{name: getattr(asked, name) for name in _REMEMBERED},
         }
         try:

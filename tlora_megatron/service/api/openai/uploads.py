@@ -23,6 +23,7 @@ from tlora_megatron.service.api.gate import ApiError, Caller, refused
 from tlora_megatron.service.api.service import Service
 from tlora_megatron.service.home import make_folder
 from tlora_megatron.service.store import NewUpload, Upload
+from tlora_megatron.training.data.preferences import is_pair, parse_pair
 from tlora_megatron.training.data.rows import parse_row
 
 LONGEST_LINE = 4 * 2**20
@@ -40,7 +41,7 @@ class LineCheck:
         self.rows = 0
         """Lines that hold something."""
         self.kinds: dict[str, int] = {}
-        """How many rows have which format: completion, messages or text."""
+        """How many rows have which format: completion, messages, text or pairs."""
 
     def feed(self, part: bytes) -> None:
         """Checks all lines that the part completes; a `ValueError` names file and line."""
@@ -64,9 +65,14 @@ class LineCheck:
             self._too_long(self._number)
         if not line.strip():
             return
-        row = parse_row(line, f"{self._name} line {self._number}")
+        where = f"{self._name} line {self._number}"
+        if is_pair(line):
+            parse_pair(line, where)
+            kind = "pairs"
+        else:
+            kind = parse_row(line, where).kind
         self.rows += 1
-        self.kinds[row.kind] = self.kinds.get(row.kind, 0) + 1
+        self.kinds[kind] = self.kinds.get(kind, 0) + 1
 
     def _too_long(self, number: int) -> None:
         raise ValueError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 
-from tlora_megatron.runtime.sampling.values import Piece, Prompt, gather
+from tlora_megatron.runtime.sampling.values import Piece, Prompt
 from tlora_megatron.service.api.gate import ApiError, Caller, Submitter, native_format
 from tlora_megatron.service.api.openai.models import Model, find_model
 from tlora_megatron.service.api.sampling.bodies import (
@@ -138,7 +138,8 @@ class _Asked:
     async def _whole(
         self, body: SamplingBody, prompts: Sequence[Prompt], form: Form
     ) -> dict[str, Any]:
-        answers = gather(prompts, [piece async for piece in self._stream(prompts)])
+        with held(self._model.adapter):
+            answers = await self._sampler.generate(self._model.base, prompts)
         choices: list[dict[str, Any]] = []
         for number, answer in enumerate(answers):
             for sequence in answer.sequences or (None,):

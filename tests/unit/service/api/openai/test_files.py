@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from tests.helpers.http_service import Api
 from tests.unit.service.api.openai.conftest import CHATS, Still
-from tlora_megatron.config.job import JobSpec, LoraSpec
+from tlora_megatron.config.job import JobSpec, LoraSpec, PreferenceSpec
 from tlora_megatron.config.reader import ConfigError
 from tlora_megatron.config.sections import read_job
 from tlora_megatron.service.api.gate import ApiError
@@ -236,6 +236,19 @@ def test_auto_is_a_job_s_default(body: dict[str, Any]) -> None:
     assert spec == defaults
 
 
+def dpo(**numbers: Any) -> dict[str, Any]:
+    return {"type": "dpo", "dpo": {"hyperparameters": numbers}}
+
+
+def test_a_method_of_pairs_makes_a_job_of_pairs() -> None:
+    spec = spec_of(method={"type": "dpo"}, metadata={"tlora.preference.sft_weight": "0.2"})
+    assert spec.preference == PreferenceSpec(beta=0.1, sft_weight=0.2)
+    assert (spec.optimizer.lr, spec.epochs) == (1e-5, 3)
+    spec = spec_of(method=dpo(beta=0.3, learning_rate_multiplier=2, batch_size="auto"))
+    assert spec.preference == PreferenceSpec(beta=0.3)
+    assert spec.optimizer.lr == 2e-5
+
+
 @pytest.mark.parametrize("place", ["hyperparameters", "method", "both"])
 def test_numbers_from_either_place(place: str) -> None:
     numbers = {"n_epochs": 2, "batch_size": 5, "learning_rate_multiplier": 0.5}
@@ -278,9 +291,10 @@ def test_metadata_set_what_the_api_has_no_field_for() -> None:
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ({"method": {"type": "dpo", "dpo": {}}}, "method.type must be supervised, got 'dpo'"),
-        ({"method": {"type": "reinforcement"}}, "method.type must be supervised"),
-        ({"method": {}}, "method.type must be supervised, got null"),
+        ({"method": {"type": "reinforcement"}}, "method.type must be supervised or dpo, got 'rein"),
+        ({"method": {"type": ["dpo"]}}, "method.type must be supervised or dpo, got ..dpo"),
+        ({"method": dpo(beta=0)}, "method.dpo.hyperparameters.beta must be auto, or a number"),
+        ({"metadata": {"tlora.preference.loss": "orpo"}}, "method.type must be dpo with metadata"),
         ({"method": {"type": "supervised", "dpo": {"a": 1}}}, "method.dpo must be left out"),
         (
             {"method": supervised(beta=1)},

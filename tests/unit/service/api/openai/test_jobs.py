@@ -267,7 +267,7 @@ def test_actions_are_asked(client: OpenAI, file: str, api: Api) -> None:
         ({"model": "ft:quickstart:ann::j1aaaa"}, "model", "model must be one of yours"),
         ({"training_file": "file-x"}, "training_file", "training_file must be one of yours"),
         ({"validation_file": "../x"}, "validation_file", "validation_file must be one of yours"),
-        ({"method": {"type": "dpo"}}, "method.type", "method.type must be supervised"),
+        ({"method": {"type": "grpo"}}, "method.type", "method.type must be supervised or dpo"),
         ({"n_epochs": 3}, "n_epochs", "Extra inputs are not permitted"),
         ({"training_file": 3}, "training_file", "training_file is refused"),
         ({"metadata": {"tlora.lora.target_modules": "x"}}, None, "target_modules"),
