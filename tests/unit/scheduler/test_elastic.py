@@ -40,6 +40,14 @@ def test_a_small_job_leaves_gpus_free_where_it_slows_nobody() -> None:
     assert {r.job.index: r.end_s for r in ledger.records} == {0: 1001, 1: 511, 2: 520}
 
 
+@pytest.mark.parametrize(("asked", "most"), [(1, 1), (4, 2)])
+def test_none_joins_a_job_on_more_gpus_than_it_asked_for(asked: int, most: int) -> None:
+    world = World(job(0, 400, batch=30, num_gpus=asked), job(10, 5), gpus_per_node=4)
+    ledger = world.run("tlora_elastic")
+    assert max(len(segment.gpus) for segment in ledger.segments) == 4
+    assert max(segment.num_jobs for segment in ledger.segments) == most
+
+
 def test_a_group_that_may_not_move_gives_no_gpus() -> None:
     held = {"held": frozenset({1})}
     assert _long_and_short().ends("tlora_elastic", rules=held) == [1000, 1005]
@@ -61,10 +69,12 @@ def test_no_claim_of_a_less_urgent_job_keeps_an_urgent_one_waiting() -> None:
     assert world.ends("tlora_elastic") == [1000, 1005]  # and none waits for a less urgent one
 
 
-def test_jobs_of_a_node_make_room_together() -> None:
+@pytest.mark.parametrize(("nodes", "due_s"), [(1, float("inf")), (2, float("inf")), (1, 5.0)])
+def test_jobs_make_room_together(nodes: int, due_s: float) -> None:
     """Two jobs of one GPU each, and one that needs both, for the twentieth part of their time."""
-    world = World(job(0, 1000, batch=10), job(0, 1000, batch=10), gpus_per_node=2)
-    world.add(10, 50, batch=20, num_gpus=2, base="other", max_slowdown=1.2)
+    both = job(0, 1000, batch=10), job(0, 1000, batch=10)
+    world = World(*both, nodes=nodes, gpus_per_node=2 // nodes)
+    world.add(10, 50, batch=20, num_gpus=2, base="other", max_slowdown=1.2, due_s=due_s)
     assert world.ends("tlora_elastic") == [1050, 1050, 60]
 
 

@@ -96,6 +96,8 @@ def _wider(tentative: ElasticGroups, group: Group, size: int) -> Proposal | None
 
 _NEXT_TO_NOTHING = 400
 """The job takes so many times the pause of each member that it joins."""
+_AS_FAST = 0.98
+"""Share of its speed alone, or before another joins, at which a job counts as not slowed."""
 _MOST_MIXES = 8
 """Mixes of jobs that a decision looks at; the model takes milliseconds for one it does not know."""
 
@@ -178,6 +180,8 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
         if proposal is not None:
             tentative.accept(proposal)
             continue
+        if is_overdue and not make_room(tentative, [waiting]):
+            continue
         left.append(waiting)
         if not is_paused and tentative.within_quota(waiting):
             refused.add(kind)
@@ -201,7 +205,7 @@ def _beside_small(tentative: ElasticGroups, waiting: Waiting) -> tuple[Group, Pr
     fitting = [
         group
         for group in tentative.groups.values()
-        if group.base == job.base
+        if tentative.has_room(group, waiting)
         and not any(member.job.is_open for member in group.members)
         and admit_s * len(group.members) <= waiting.isolated_left_s
         and tentative.now_s + waiting.isolated_left_s <= group.last_end_s
@@ -209,7 +213,13 @@ def _beside_small(tentative: ElasticGroups, waiting: Waiting) -> tuple[Group, Pr
     ]
     fitting.sort(key=lambda group: (-len(group.members) / len(group.gpus), group.number))
     for group in fitting[:MOST_SIZES]:
-        if proposal := tentative.with_joining(group, waiting):
+        proposal = tentative.with_joining(group, waiting)
+        if proposal is None:
+            continue
+        before = {member.job.index: member.tokens_per_s for member in group.members}
+        before[job.index] = job.isolated_tokens_per_s
+        members = proposal.group.members
+        if all(m.tokens_per_s >= _AS_FAST * before[m.job.index] for m in members):
             return group, proposal
     return None
 

@@ -27,8 +27,18 @@ class ElasticGroups(TentativeGroups):
         return tokens < _BELOW * self.speeds.knee(kinds[0], num_gpus)
 
     def is_small(self, waiting: Waiting) -> bool:
-        """True if the job leaves a GPU room for others that would not slow it."""
-        return not waiting.job.is_open and self.is_below_knee((waiting.job.kind,), 1)
+        """True if the job is rather fused with others than given GPUs that others are paused for."""
+        kind = waiting.job.kind
+        tokens = self.speeds.load_of(kind).batch_tokens
+        return not waiting.job.is_open and tokens < _SMALL * self.speeds.knee(kind, 1)
+
+    def has_room(self, host: Group, waiting: Waiting) -> bool:
+        """A cheap test that rules out hosts, above all those wider than any of the jobs asks for.
+
+        Such a group could not give back what it has grown by: only groups of one job shrink.
+        """
+        asked = max([waiting.job.num_gpus, *(member.job.num_gpus for member in host.members)])
+        return len(host.gpus) <= asked and super().has_room(host, waiting)
 
     def may_split(self, group: Group) -> bool:
         """True for a group that may move and in which jobs slow each other."""
@@ -56,6 +66,8 @@ MOST_SIZES = 3
 
 _A_LEVEL = 8.0
 """A second of a job counts so many times as much as one of a job of the next lower priority."""
+_SMALL = 1.5
+"""A job is small up to so many times the knee's tokens: beyond it none is fused for nothing."""
 _BELOW = 0.95
 """A round of up to this share of the knee's tokens lies below it: the planner errs by so much."""
 _ROUNDING_S = 1e-6
@@ -125,33 +137,43 @@ def _best(
             gpus = group.gpus[-size:] if keep else group.gpus[:size]
             if net_s > most_s and (room := _room(tentative, waiting, (group,), gpus, keep)):
                 best, most_s = room, net_s
-        if own_s < end_s and best is None and 1 < size <= tentative.shape.gpus_per_node:
-            best, most_s = _of_a_node(tentative, waiting, size, own_s, end_s - own_s)
+        if own_s < end_s and best is None and size > 1:
+            best, most_s = _of_nodes(tentative, waiting, size, own_s, end_s - own_s)
     return best
 
 
-def _of_a_node(
+def _of_nodes(
     tentative: ElasticGroups, waiting: Waiting, size: int, own_s: float, gain_s: float
 ) -> tuple[Room | None, float]:
-    """The room that groups of one node give together, and the seconds that it brings."""
-    best, most_s = None, 0.0
+    """The room that groups give together on as few nodes as can be, and the seconds it brings."""
+    per_node = tentative.shape.gpus_per_node
     nodes: dict[int, list[Group]] = {}
     for group in _givers(tentative, waiting, 1, own_s):
         if tentative.shape.tier(group.gpus) == 0:
-            nodes.setdefault(group.gpus[0] // tentative.shape.gpus_per_node, []).append(group)
-    for node, groups in nodes.items():
-        gpus, paused, net_s = list(tentative.free.in_node(node)), [], gain_s
-        for group in sorted(groups, key=lambda group: (-len(group.gpus), -group.last_end_s)):
-            if len(gpus) < size:
+            nodes.setdefault(group.gpus[0] // per_node, []).append(group)
+    found = []
+    for node in range(tentative.shape.num_nodes):
+        gpus, paused, loss_s = list(tentative.free.in_node(node)), [], 0.0
+        for group in sorted(nodes.get(node, ()), key=lambda g: (-len(g.gpus), -g.last_end_s)):
+            if len(gpus) < min(size, per_node):
                 ahead = waiting.job.priority - group.members[0].job.priority
-                net_s -= _loss(tentative, group, len(group.gpus), own_s)[0] / _A_LEVEL**ahead
+                loss_s += _loss(tentative, group, len(group.gpus), own_s)[0] / _A_LEVEL**ahead
                 gpus += group.gpus
                 paused.append(group)
-        if len(gpus) < size or not paused or net_s <= most_s:
+        if len(gpus) >= min(size, per_node):
+            found.append((loss_s, node, gpus[-min(size, per_node) :], paused))
+    num_nodes = -(-size // per_node)
+    found.sort(key=lambda own: own[:2])
+    for first in range(len(found) + 1 - num_nodes) if size <= per_node else (0,):
+        chosen = found[first : first + num_nodes]
+        net_s = gain_s - sum(own[0] for own in chosen)
+        groups = tuple(group for own in chosen for group in own[3])
+        if len(chosen) < num_nodes or not groups or net_s <= 0:
             continue
-        if room := _room(tentative, waiting, tuple(paused), tuple(sorted(gpus[-size:]))):
-            best, most_s = room, net_s
-    return best, most_s
+        gpus = [gpu for own in chosen for gpu in own[2]]
+        if room := _room(tentative, waiting, groups, tuple(sorted(gpus[-size:]))):
+            return room, net_s
+    return None, 0.0
 
 
 def _givers(tentative: ElasticGroups, waiting: Waiting, size: int, for_s: float) -> Iterator[Group]:
