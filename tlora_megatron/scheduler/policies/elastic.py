@@ -98,7 +98,7 @@ _NEXT_TO_NOTHING = 400
 """The job takes so many times the pause of each member that it joins."""
 _AS_FAST = 0.98
 """Share of its speed alone, or before another joins, at which a job counts as not slowed."""
-_MOST_MIXES = 8
+_MOST_MIXES = 4
 """Mixes of jobs that a decision looks at; the model takes milliseconds for one it does not know."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tlora_megatron.scheduler.fleet import Parts
 from tlora_megatron.scheduler.group_throughput import Kinds
@@ -27,18 +28,29 @@ class ElasticGroups(TentativeGroups):
         return tokens < _BELOW * self.speeds.knee(kinds[0], num_gpus)
 
     def is_small(self, waiting: Waiting) -> bool:
-        """True if the job is rather fused with others than given GPUs that others are paused for."""
+        """True if the job is fused with others rather than that others are paused for it."""
         kind = waiting.job.kind
         tokens = self.speeds.load_of(kind).batch_tokens
         return not waiting.job.is_open and tokens < _SMALL * self.speeds.knee(kind, 1)
+
+    @cached_property
+    def singles(self) -> Mapping[int, Sequence[tuple[Group, float]]]:
+        """For each node the groups of one job on it as they ran, and what pausing one costs it."""
+        nodes: dict[int, list[tuple[Group, float]]] = {n: [] for n in range(self.shape.num_nodes)}
+        for group in sorted(self.groups.values(), key=lambda g: (-len(g.gpus), -g.last_end_s)):
+            if len(group.members) == 1 and self.shape.tier(group.gpus) == 0:
+                node = group.gpus[0] // self.shape.gpus_per_node
+                nodes[node].append((group, _pause_s(self, group)))
+        return nodes
 
     def has_room(self, host: Group, waiting: Waiting) -> bool:
         """A cheap test that rules out hosts, above all those wider than any of the jobs asks for.
 
         Such a group could not give back what it has grown by: only groups of one job shrink.
         """
-        asked = max([waiting.job.num_gpus, *(member.job.num_gpus for member in host.members)])
-        return len(host.gpus) <= asked and super().has_room(host, waiting)
+        num = len(host.gpus)
+        asked = num <= waiting.job.num_gpus or any(m.job.num_gpus >= num for m in host.members)
+        return asked and super().has_room(host, waiting)
 
     def may_split(self, group: Group) -> bool:
         """True for a group that may move and in which jobs slow each other."""
@@ -146,21 +158,19 @@ def _of_nodes(
     tentative: ElasticGroups, waiting: Waiting, size: int, own_s: float, gain_s: float
 ) -> tuple[Room | None, float]:
     """The room that groups give together on as few nodes as can be, and the seconds it brings."""
-    per_node = tentative.shape.gpus_per_node
-    nodes: dict[int, list[Group]] = {}
-    for group in _givers(tentative, waiting, 1, own_s):
-        if tentative.shape.tier(group.gpus) == 0:
-            nodes.setdefault(group.gpus[0] // per_node, []).append(group)
-    found = []
-    for node in range(tentative.shape.num_nodes):
+    per_node, now_s, found = tentative.shape.gpus_per_node, tentative.now_s, []
+    for node, singles in tentative.singles.items():
         gpus, paused, loss_s = list(tentative.free.in_node(node)), [], 0.0
-        for group in sorted(nodes.get(node, ()), key=lambda g: (-len(g.gpus), -g.last_end_s)):
-            if len(gpus) < min(size, per_node):
-                ahead = waiting.job.priority - group.members[0].job.priority
-                loss_s += _loss(tentative, group, len(group.gpus), own_s)[0] / _A_LEVEL**ahead
+        for group, pause_s in singles:
+            if len(gpus) >= min(size, per_node) or loss_s >= gain_s:
+                break
+            ahead = waiting.job.priority - group.members[0].job.priority
+            is_longer = group.last_end_s - now_s > own_s
+            if is_longer and ahead >= 0 and tentative.groups.get(group.number) is group:
+                loss_s += (own_s + PAYS * pause_s) / _A_LEVEL**ahead
                 gpus += group.gpus
                 paused.append(group)
-        if len(gpus) >= min(size, per_node):
+        if len(gpus) >= min(size, per_node) and all(map(tentative.may_move, paused)):
             found.append((loss_s, node, gpus[-min(size, per_node) :], paused))
     num_nodes = -(-size // per_node)
     found.sort(key=lambda own: own[:2])
@@ -191,8 +201,7 @@ def _givers(tentative: ElasticGroups, waiting: Waiting, size: int, for_s: float)
 
 def _loss(tentative: ElasticGroups, group: Group, size: int, for_s: float) -> tuple[float, int]:
     """Seconds that a group loses, what a move must bring included, and the GPUs it keeps."""
-    member, cost = group.members[0], tentative.rules.cost
-    pause_s = cost.save_s([member.job]) + cost.pause_s((), group.gpus, [member.job])
+    member, pause_s = group.members[0], _pause_s(tentative, group)
     paused_s = for_s + PAYS * pause_s
     rest = len(group.gpus) - size
     keep = 1 << (rest.bit_length() - 1) if rest else 0
@@ -201,6 +210,11 @@ def _loss(tentative: ElasticGroups, group: Group, size: int, for_s: float) -> tu
         return paused_s, 0
     slower_s = for_s * (1 - rate / member.tokens_per_s) + (PAYS + 1) * pause_s
     return min((paused_s, 0), (slower_s, keep))
+
+
+def _pause_s(tentative: ElasticGroups, group: Group) -> float:
+    jobs, cost = [group.members[0].job], tentative.rules.cost
+    return cost.save_s(jobs) + cost.pause_s((), group.gpus, jobs)
 
 
 def _room(
