@@ -321,9 +321,9 @@ class CalibratedSpeeds(Speeds):
         return self._of_base(self.base_of(kinds[0]), num_gpus)
 
     def doubt(self, kinds: Kinds, num_gpus: int) -> float:
-        """How far measured speeds lie from what their bases' factors say: 9 of 10 lie nearer.
+        """How far measured speeds lie from what their bases' factors say: 19 of 20 lie nearer.
 
-        A third of it for a group that has been measured: its speed may drift.
+        Half of it for a group that has been measured: its speed may drift.
         """
         if self._doubted is None:
             used = {mix: own.used for mix, own in self._by_mix.items() if own.used}
@@ -331,10 +331,10 @@ class CalibratedSpeeds(Speeds):
                 abs(factor / self._of_base(self.base_of(mix[0]), size) - 1)
                 for (mix, size), factor in used.items()
             )
-            most = errors[int(0.9 * len(errors))] if len(errors) >= _LEAST_REPORTS else 0.0
+            most = errors[int(0.95 * len(errors))] if len(errors) >= _LEAST_REPORTS else 0.0
             self._doubted = min(most, _MOST_DOUBT)
         own = self._by_mix.get((kinds, num_gpus))
-        return self._doubted / (3 if own is not None and own.used else 1)
+        return self._doubted / (2 if own is not None and own.used else 1)
 
     def _of_base(self, base: str, num_gpus: int) -> float:
         """The factor of a base model on as many GPUs, or on the nearest number that was tried."""

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.policies.admission import separate
-from tlora_megatron.scheduler.policies.room import MOST_SIZES, PAYS, ElasticGroups, make_room, oust
+from tlora_megatron.scheduler.policies.room import (
+    MOST_SIZES,
+    PAYS,
+    ElasticGroups,
+    behind,
+    make_room,
+    oust,
+)
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal
 from tlora_megatron.scheduler.policies.tlora import NetBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
@@ -165,7 +172,7 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
     """
     left: list[Waiting] = []
     refused: set[tuple[int, int]] = set()
-    for place, waiting in enumerate(order):
+    for waiting, num_behind in zip(order, behind(order), strict=True):
         job, is_paused = waiting.job, waiting.pause is not None
         is_overdue = not is_paused and job.due_s <= tentative.now_s
         kind = (job.kind, job.num_gpus)
@@ -175,7 +182,7 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
         proposal = None
         if changes.freed or job.index in changes.arrived or is_overdue:
             if tentative.free.num and (is_paused or kind not in refused):
-                proposal = _placed(tentative, waiting, len(order) - 1 - place)
+                proposal = _placed(tentative, waiting, num_behind)
             proposal = proposal or tentative.on_reserved_gpus(waiting)
         if proposal is not None:
             tentative.accept(proposal)

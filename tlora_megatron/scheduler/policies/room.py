@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,6 +108,15 @@ class Room:
         tentative.accept(own)
 
 
+def behind(order: Sequence[Waiting]) -> list[int]:
+    """How many jobs of its own priority come after each: less urgent ones give way to it."""
+    left, found = Counter(waiting.job.priority for waiting in order), []
+    for waiting in order:
+        left[waiting.job.priority] -= 1
+        found.append(left[waiting.job.priority])
+    return found
+
+
 def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waiting]:
     """Starts waiting jobs on GPUs of groups that have longer to train; returns those still left.
 
@@ -117,7 +127,7 @@ def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waitin
     """
     starts_s = list_schedule(tentative, order)
     left, tried = [], 0
-    for place, waiting in enumerate(order):
+    for waiting, num_behind in zip(order, behind(order), strict=True):
         may_ask = (
             tried < _MOST_TRIED
             and waiting.pause is None
@@ -126,7 +136,7 @@ def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waitin
         )
         tried += may_ask
         wait_s = starts_s[waiting.job.index] - tentative.now_s
-        room = _best(tentative, waiting, wait_s, len(order) - 1 - place) if may_ask else None
+        room = _best(tentative, waiting, wait_s, num_behind) if may_ask else None
         if room is None:
             left.append(waiting)
         else:
@@ -249,10 +259,12 @@ def _room(
 def oust(tentative: ElasticGroups, order: Sequence[Waiting]) -> None:
     """Starts jobs on GPUs of groups whose jobs are all less urgent, and which are paused for it.
 
-    Neither bounds nor claims of less urgent jobs stand in the way.
+    Neither bounds nor claims nor reservations of less urgent jobs stand in the way.
     """
     levels = {min(m.job.priority for m in group.members) for group in tentative.groups.values()}
     urgent = [w for w in order if w.job.priority > min(levels, default=math.inf)]
+    if urgent:
+        tentative.unreserve()
     for waiting in urgent[:_MOST_TRIED]:
         if not waiting.job.is_open and tentative.within_quota(waiting):
             _oust_for(tentative, waiting)

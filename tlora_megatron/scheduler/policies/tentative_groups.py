@@ -102,6 +102,14 @@ class TentativeGroups:
             self.free.take(gpus)
             self._kept.give(gpus)
 
+    def unreserve(self) -> None:
+        """Ends all reservations: more urgent jobs than those that are overdue may have the GPUs."""
+        for node in self._reserved:
+            gpus = self._kept.in_node(node)
+            self._kept.take(gpus)
+            self.free.give(gpus)
+        self._reserved.clear()
+
     def on_reserved_gpus(self, waiting: Waiting) -> Proposal | None:
         """The job alone on reserved GPUs if it ends before they are needed; otherwise None."""
         if not self._kept.num or not self.within_quota(waiting):
