@@ -123,25 +123,21 @@ def paused(
 
 
 def up_to_date(
-    group: Group,
-    left: Mapping[int, float],
-    jobs: Mapping[int, Job],
-    by_kind: Mapping[int, float],
-    now_s: float,
+    group: Group, jobs: Mapping[int, tuple[Job, float]], by_kind: Mapping[int, float], now_s: float
 ) -> Group:
-    """A running group with its members' work left and prices as they are known now, by job.
+    """A running group with its members' prices and tokens left as they are known now, by job.
 
     A deadline moves with the time that the job takes alone. One that is missed moves to the end
     that is expected: nothing may delay the job further.
     """
     members = []
     for member in group.members:
-        job = jobs[member.job.index]
+        job, left = jobs[member.job.index]
         rate = by_kind.get(job.kind, member.tokens_per_s)
         deadline_s = member.deadline_s
         if not job.is_open:
             deadline_s += job.max_slowdown * (job.isolated_s - member.job.isolated_s)
-        known = replace(member, job=job, tokens_per_s=rate, tokens_left=left[job.index])
+        known = replace(member, job=job, tokens_per_s=rate, tokens_left=left)
         end_s = now_s + known.tokens_left / rate
         members.append(replace(known, deadline_s=max(deadline_s, end_s)))
     return replace(group, members=tuple(members), ready_s=now_s)
@@ -157,13 +153,12 @@ def ends_in_bounds(group: Group, doubt: float = 0.0, fresh: Collection[int] = ()
 
     `doubt` is the share by which one may be slower than its speed; those in `fresh` are not.
     """
-    for m in group.members:
-        late_s = 0.0
-        if doubt and m.job.index not in fresh:
-            late_s = doubt / (1 - doubt) * (group.end_s(m) - group.ready_s)
-        if group.end_s(m) + late_s > m.deadline_s * (1 + _TOLERANCE) + 1e-6:
-            return False
-    return True
+    late = doubt / (1 - doubt)
+    return all(
+        group.end_s(m) + (m.job.index not in fresh) * late * (group.end_s(m) - group.ready_s)
+        <= m.deadline_s * (1 + _TOLERANCE) + 1e-6
+        for m in group.members
+    )
 
 
 class InvariantError(RuntimeError):
@@ -361,12 +356,10 @@ class Fleet:
         for group in groups:
             level = max(member.job.priority for member in group.members)
             for waiting in queue.paused():
-                pause = waiting.pause
-                if pause is None or waiting.job.priority >= level:
-                    continue
-                late = group.last_end_s > pause.back_by_s + _LATE_S
-                if late and not set(group.gpus).isdisjoint(pause.gpus):
-                    self._end_claim(queue, waiting)
+                if waiting.pause and waiting.job.priority < level:
+                    late = group.last_end_s > waiting.pause.back_by_s + _LATE_S
+                    if late and not set(group.gpus).isdisjoint(waiting.pause.gpus):
+                        self._end_claim(queue, waiting)
 
     def _end_claim(self, queue: WaitingQueue, waiting: Waiting) -> None:
         queue.remove(waiting.job.index)

@@ -87,10 +87,6 @@ class Speeds:
         """
         return 0.0
 
-    def predicted(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
-        """Rates as the model has them, whatever was measured."""
-        return Speeds.rates(self, kinds, num_gpus)
-
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group on `num_gpus` GPUs, or None if it does not fit into their memory."""
         key = (kinds, num_gpus)

@@ -128,23 +128,19 @@ class Truth:
 
     def alone_s(self, job: Job, speeds: Speeds, start_s: float) -> float:
         """Time that a job takes alone if it starts then."""
-        rates = speeds.predicted((job.kind,), job.num_gpus)
+        rates = Speeds.rates(speeds, (job.kind,), job.num_gpus)  # whatever was measured
         assert rates is not None, "a job has memory on the GPUs that it asks for"
         return job.tokens / rates.total / self.factor(job, (job.kind,), job.num_gpus, start_s)
 
     def group(self, group: Group, speeds: Speeds) -> Group:
         """The group at its true speeds."""
         kinds, num = group.kinds, len(group.gpus)
-        rates = speeds.predicted(kinds, num)
+        rates = Speeds.rates(speeds, kinds, num)
         assert rates is not None, "a group that is formed has memory"
-        members = (
-            replace(
-                m,
-                tokens_per_s=rates.by_kind[m.job.kind]
-                * self.factor(m.job, kinds, num, group.formed_s),
-            )
-            for m in group.members
-        )
+        members = []
+        for m in group.members:
+            rate = rates.by_kind[m.job.kind] * self.factor(m.job, kinds, num, group.formed_s)
+            members.append(replace(m, tokens_per_s=rate))
         return replace(group, members=tuple(members))
 
     def _drawn(self, *what: object) -> float:
@@ -243,7 +239,8 @@ class SimulatedFleet(Fleet):
         self._faults = faults
         self._ledger = ledger
         self._truth = truth
-        self._true: dict[int, Group] = {}
+        self.true: dict[int, Group] = {}
+        """The running groups at their true speeds, since they were formed."""
         self.events: list[tuple[float, int, int, int]] = []
         """A heap, totally ordered by (time, kind, sequence)."""
         self._pushed = itertools.count()
@@ -251,10 +248,6 @@ class SimulatedFleet(Fleet):
     def push(self, time_s: float, kind: Kind, what: int) -> None:
         """Adds an event; `what` is the number of a job, a group or a node."""
         heapq.heappush(self.events, (time_s, int(kind), next(self._pushed), what))
-
-    def true(self, number: int) -> Group:
-        """A running group at its true speeds, since it was formed."""
-        return self._true[number]
 
     def stop_s(self, group: Group, member: Member) -> float:
         """When a member ends or fails if nothing changes."""
@@ -267,7 +260,7 @@ class SimulatedFleet(Fleet):
     def open(self, group: Group) -> None:
         """Puts a group on free GPUs, and its first end among the events."""
         super().open(group)
-        true = self._true[group.number] = (
+        true = self.true[group.number] = (
             self._truth.group(group, self._speeds) if self._truth else group
         )
         stop_s = min([self.stop_s(true, member) for member in true.members])
@@ -277,18 +270,18 @@ class SimulatedFleet(Fleet):
 
     def close(self, group: Group, now_s: float) -> None:
         """Takes a group off its GPUs and enters what it trained."""
-        self._ledger.close(self._true.pop(group.number), now_s)
+        self._ledger.close(self.true.pop(group.number), now_s)
         super().close(group, now_s)
 
     def refresh(self, group: Group, now_s: float) -> Group:
         """Brings what is believed of a running group up to date with what it has trained."""
         if self._truth is None or now_s < group.ready_s:
             return group
-        true = self._true[group.number]
+        true = self.true[group.number]
         left = {m.job.index: true.tokens_left(m, now_s) for m in true.members}
-        jobs = {m.job.index: self.priced(m.job) for m in group.members}
+        jobs = {m.job.index: (self.priced(m.job), left[m.job.index]) for m in group.members}
         rates = self._speeds.rates(group.kinds, len(group.gpus))
-        known = up_to_date(group, left, jobs, {} if rates is None else rates.by_kind, now_s)
+        known = up_to_date(group, jobs, {} if rates is None else rates.by_kind, now_s)
         self.cluster.groups[group.number] = known
         return known
 
@@ -300,19 +293,14 @@ class SimulatedFleet(Fleet):
 
     def report(self, number: int, now_s: float) -> bool:
         """Measures a group, if it is still there; True if speeds are believed to be others now."""
-        true = self._true.get(number)
+        true = self.true.get(number)
         if true is None:
             return False
         trained_s = now_s - true.ready_s
-        later = [s for s in _REPORTS_S if s > trained_s + _SAME_S]
-        again_s = later[0] if later else 2 * trained_s
+        again_s = next((s for s in _REPORTS_S if s > trained_s + 1e-6), 2 * trained_s)
         self.push(true.ready_s + again_s, Kind.REPORT, number)
-        since_s = trained_s if trained_s <= _REPORTS_S[0] else _REPORTS_S[0]
         tokens = sum(self._speeds.load_of(kind).batch_tokens for kind in true.kinds)
-        rounds = math.ceil(since_s * true.tokens_per_s / tokens)
+        rounds = math.ceil(min(trained_s, _REPORTS_S[0]) * true.tokens_per_s / tokens)
         assert isinstance(self._speeds, CalibratedSpeeds), "only a belief is corrected"
         args = (true.kinds, len(true.gpus), true.tokens_per_s, rounds)
         return self._speeds.measured(*args) is not None
-
-
-_SAME_S = 1e-6

@@ -129,7 +129,7 @@ class Simulator:
         group = self._fleet.cluster.groups.get(number)
         if group is None:
             return False
-        true = self._fleet.true(number)
+        true = self._fleet.true[number]
         stopping = [
             m for m in true.members if self._fleet.stop_s(true, m) <= now_s + _SAME_MOMENT_S
         ]
@@ -165,7 +165,7 @@ class Simulator:
         state = self._fleet.cluster
         gone = set(state.shape.gpus_of(node))
         for group in [g for g in state.groups.values() if not gone.isdisjoint(g.gpus)]:
-            group = self._fleet.true(group.number)
+            group = self._fleet.true[group.number]
             self._fleet.close(group, now_s)
             for member in group.members:
                 self._fleet.leave(member.job)
@@ -206,10 +206,8 @@ class Simulator:
         return True
 
     def _alone_s(self, member: Member) -> float:
-        job = self._jobs[member.job.index]
-        if self._truth is None:
-            return job.isolated_s
-        return self._truth.alone_s(job, self._speeds, member.started_s)
+        job, truth = self._jobs[member.job.index], self._truth
+        return truth.alone_s(job, self._speeds, member.started_s) if truth else job.isolated_s
 
     _HANDLERS: Mapping[int, Callable[[Simulator, int, float], bool]] = {
         Kind.GROUP: _group_event,

@@ -230,5 +230,5 @@ def test_a_wide_job_does_not_join_clients_where_it_would_end_later_than_by_waiti
 def test_an_urgent_job_does_not_wait_for_the_gpus_kept_for_an_overdue_one() -> None:
     world = World(job(0, 1000, batch=10, max_slowdown=1.0), nodes=1, gpus_per_node=2)
     world.add(5, 50, batch=20, num_gpus=2, base="other", due_s=6, max_slowdown=1.0)
-    world.add(10, 20, batch=10, priority=1)
-    assert world.ends("tlora_elastic")[2] == 30
+    world.add(10, 2000, batch=10, priority=1)
+    assert world.ends("tlora_elastic")[2] == 2010

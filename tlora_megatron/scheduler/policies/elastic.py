@@ -5,14 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.policies.admission import separate
-from tlora_megatron.scheduler.policies.room import (
-    MOST_SIZES,
-    PAYS,
-    ElasticGroups,
-    behind,
-    make_room,
-    oust,
-)
+from tlora_megatron.scheduler.policies.room import MOST_SIZES, PAYS, ElasticGroups, make_room, oust
 from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal
 from tlora_megatron.scheduler.policies.tlora import NetBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
@@ -136,7 +129,10 @@ class Elastic(NetBenefit):
         left = make_room(tentative, left)
         left = self._fuse(tentative, hosts, left, left)
         oust(tentative, left)
-        separate(tentative, tentative.may_split)
+        separate(
+            tentative,
+            lambda g: tentative.may_move(g) and not tentative.is_below_knee(g.kinds, len(g.gpus)),
+        )
         grow(tentative)
         return tentative.decisions()
 
@@ -172,7 +168,7 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
     """
     left: list[Waiting] = []
     refused: set[tuple[int, int]] = set()
-    for waiting, num_behind in zip(order, behind(order), strict=True):
+    for place, waiting in enumerate(order):
         job, is_paused = waiting.job, waiting.pause is not None
         is_overdue = not is_paused and job.due_s <= tentative.now_s
         kind = (job.kind, job.num_gpus)
@@ -182,7 +178,7 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
         proposal = None
         if changes.freed or job.index in changes.arrived or is_overdue:
             if tentative.free.num and (is_paused or kind not in refused):
-                proposal = _placed(tentative, waiting, num_behind)
+                proposal = _placed(tentative, waiting, len(order) - 1 - place)
             proposal = proposal or tentative.on_reserved_gpus(waiting)
         if proposal is not None:
             tentative.accept(proposal)
@@ -220,8 +216,7 @@ def _beside_small(tentative: ElasticGroups, waiting: Waiting) -> tuple[Group, Pr
     ]
     fitting.sort(key=lambda group: (-len(group.members) / len(group.gpus), group.number))
     for group in fitting[:MOST_SIZES]:
-        proposal = tentative.with_joining(group, waiting)
-        if proposal is None:
+        if not (proposal := tentative.with_joining(group, waiting)):
             continue
         before = {member.job.index: member.tokens_per_s for member in group.members}
         before[job.index] = job.isolated_tokens_per_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,16 +22,17 @@ class ElasticGroups(TentativeGroups):
         found = {} if job.is_open else self.speeds.sizes(job.kind, self.shape.num_gpus)
         return found or {job.num_gpus: job.isolated_tokens_per_s}
 
-    def is_below_knee(self, kinds: Kinds, num_gpus: int) -> bool:
-        """True if a round of so many jobs takes hardly longer than one of few tokens."""
+    def is_below_knee(self, kinds: Kinds, num_gpus: int, share: float = 0.95) -> bool:
+        """True if a round of these jobs takes hardly longer than one of few tokens.
+
+        It may hold that share of the knee's tokens: the planner errs by 5 %.
+        """
         tokens = sum(self.speeds.load_of(kind).batch_tokens for kind in kinds)
-        return tokens < _BELOW * self.speeds.knee(kinds[0], num_gpus)
+        return tokens < share * self.speeds.knee(kinds[0], num_gpus)
 
     def is_small(self, waiting: Waiting) -> bool:
         """True if the job is fused with others rather than that others are paused for it."""
-        kind = waiting.job.kind
-        tokens = self.speeds.load_of(kind).batch_tokens
-        return not waiting.job.is_open and tokens < _SMALL * self.speeds.knee(kind, 1)
+        return not waiting.job.is_open and self.is_below_knee((waiting.job.kind,), 1, _SMALL)
 
     @cached_property
     def singles(self) -> Mapping[int, Sequence[tuple[Group, float]]]:
@@ -53,10 +53,6 @@ class ElasticGroups(TentativeGroups):
         asked = num <= waiting.job.num_gpus or any(m.job.num_gpus >= num for m in host.members)
         return asked and super().has_room(host, waiting)
 
-    def may_split(self, group: Group) -> bool:
-        """True for a group that may move and in which jobs slow each other."""
-        return self.may_move(group) and not self.is_below_knee(group.kinds, len(group.gpus))
-
     def least_s(self, waiting: Waiting) -> float:
         """Time that the remaining work takes where the job is fastest; 0 if its client waits."""
         if waiting.job.is_open:
@@ -76,15 +72,8 @@ _MOST_TRIED = 12
 """Waiting jobs for which a decision looks for room."""
 MOST_SIZES = 3
 """Numbers of GPUs that are tried for each."""
-
-_A_LEVEL = 8.0
-"""A second of a job counts so many times as much as one of a job of the next lower priority."""
 _SMALL = 1.5
 """A job is small up to so many times the knee's tokens: beyond it none is fused for nothing."""
-_BELOW = 0.95
-"""A round of up to this share of the knee's tokens lies below it: the planner errs by so much."""
-_ROUNDING_S = 1e-6
-"""The sum of the same times may be another in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +90,11 @@ class Room:
         """Shrinks or pauses the groups, and starts the job."""
         if self.rest is not None:
             tentative.accept(self.rest, self.groups)
-        for group in self.groups if self.rest is None else ():
-            tentative.pause(group)
+        else:
+            list(map(tentative.pause, self.groups))
         own = tentative.propose(Parts(joining=(self.waiting,)), self.gpus)
         assert own is not None, "room was found for the job"
         tentative.accept(own)
-
-
-def behind(order: Sequence[Waiting]) -> list[int]:
-    """How many jobs of its own priority come after each: less urgent ones give way to it."""
-    left, found = Counter(waiting.job.priority for waiting in order), []
-    for waiting in order:
-        left[waiting.job.priority] -= 1
-        found.append(left[waiting.job.priority])
-    return found
 
 
 def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waiting]:
@@ -127,7 +107,7 @@ def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waitin
     """
     starts_s = list_schedule(tentative, order)
     left, tried = [], 0
-    for waiting, num_behind in zip(order, behind(order), strict=True):
+    for place, waiting in enumerate(order):
         may_ask = (
             tried < _MOST_TRIED
             and waiting.pause is None
@@ -136,7 +116,7 @@ def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waitin
         )
         tried += may_ask
         wait_s = starts_s[waiting.job.index] - tentative.now_s
-        room = _best(tentative, waiting, wait_s, num_behind) if may_ask else None
+        room = _best(tentative, waiting, wait_s, len(order) - 1 - place) if may_ask else None
         if room is None:
             left.append(waiting)
         else:
@@ -154,8 +134,7 @@ def _best(
         own_s = waiting.tokens_left / speeds[size]
         for group in _givers(tentative, waiting, size, own_s) if own_s < end_s else ():
             loss_s, keep = _loss(tentative, group, size, own_s)
-            ahead = waiting.job.priority - group.members[0].job.priority
-            net_s = (end_s - own_s) * _A_LEVEL**ahead - loss_s
+            net_s = end_s - own_s - loss_s
             gpus = group.gpus[-size:] if keep else group.gpus[:size]
             if net_s > most_s and (room := _room(tentative, waiting, (group,), gpus, keep)):
                 best, most_s = room, net_s
@@ -174,24 +153,24 @@ def _of_nodes(
         for group, pause_s in singles:
             if len(gpus) >= min(size, per_node) or loss_s >= gain_s:
                 break
-            ahead = waiting.job.priority - group.members[0].job.priority
-            is_longer = group.last_end_s - now_s > own_s
-            if is_longer and ahead >= 0 and tentative.groups.get(group.number) is group:
-                loss_s += (own_s + PAYS * pause_s) / _A_LEVEL**ahead
+            if (
+                group.last_end_s - now_s > own_s
+                and group.members[0].job.priority <= waiting.job.priority
+                and tentative.groups.get(group.number) is group
+            ):
+                loss_s += own_s + PAYS * pause_s
                 gpus += group.gpus
                 paused.append(group)
         if len(gpus) >= min(size, per_node) and all(map(tentative.may_move, paused)):
             found.append((loss_s, node, gpus[-min(size, per_node) :], paused))
     num_nodes = -(-size // per_node)
     found.sort(key=lambda own: own[:2])
-    for first in range(len(found) + 1 - num_nodes) if size <= per_node else (0,):
+    for first in range(len(found) + 1 - num_nodes):
         chosen = found[first : first + num_nodes]
         net_s = gain_s - sum(own[0] for own in chosen)
         groups = tuple(group for own in chosen for group in own[3])
-        if len(chosen) < num_nodes or not groups or net_s <= 0:
-            continue
-        gpus = [gpu for own in chosen for gpu in own[2]]
-        if room := _room(tentative, waiting, groups, tuple(sorted(gpus[-size:]))):
+        gpus = sorted([gpu for own in chosen for gpu in own[2]][-size:])
+        if groups and net_s > 0 and (room := _room(tentative, waiting, groups, tuple(gpus))):
             return room, net_s
     return None, 0.0
 
@@ -239,19 +218,17 @@ def _room(
     if own is None:
         return None
     doubt, now_s = tentative.speeds.doubt, tentative.now_s
-    end_s = own.group.last_end_s + _ROUNDING_S
+    end_s = own.group.last_end_s + 1e-6  # sums differ by order
     end_s += max(tentative.rules.cost.save_s([group.members[0].job]) for group in groups)
     end_s += doubt((waiting.job.kind,), len(gpus)) * (own.group.last_end_s - now_s)
     if end_s > tentative.needed_s(gpus):
         return None
     if keep:
-        (group,) = groups
-        rest = tentative.propose(tentative.parts_of(group), group.gpus[:keep], group)
+        rest = tentative.propose(Parts.of(groups[0]), groups[0].gpus[:keep], groups[0])
         return None if rest is None else Room(groups, rest, waiting, gpus)
     for group in groups:
         late_s = doubt(group.kinds, len(group.gpus)) * (group.last_end_s - now_s)
-        back_by_s = min(pause.back_by_s for pause in tentative.pauses_of(group).values())
-        if end_s + late_s > back_by_s:
+        if end_s + late_s > min(p.back_by_s for p in tentative.pauses_of(group).values()):
             return None
     return Room(groups, None, waiting, gpus)
 
@@ -263,10 +240,9 @@ def oust(tentative: ElasticGroups, order: Sequence[Waiting]) -> None:
     """
     levels = {min(m.job.priority for m in group.members) for group in tentative.groups.values()}
     urgent = [w for w in order if w.job.priority > min(levels, default=math.inf)]
-    if urgent:
-        tentative.unreserve()
     for waiting in urgent[:_MOST_TRIED]:
         if not waiting.job.is_open and tentative.within_quota(waiting):
+            tentative.unreserve()
             _oust_for(tentative, waiting)
 
 

@@ -288,11 +288,13 @@ class SchedulerState:
         """Sets a running group's work left to what its jobs reported."""
         if now_s < group.ready_s:
             return
-        lives = {member.job.index: self.numbers[member.job.index] for member in group.members}
-        jobs = {m.job.index: lives[m.job.index].priced or m.job for m in group.members}
-        left = {index: job.tokens * lives[index].share_left for index, job in jobs.items()}
+        jobs = {}
+        for member in group.members:
+            live = self.numbers[member.job.index]
+            job = live.priced or member.job
+            jobs[member.job.index] = (job, job.tokens * live.share_left)
         by_kind = self._rates(Parts.of(group), len(group.gpus)).by_kind
-        self.fleet.cluster.groups[group.number] = up_to_date(group, left, jobs, by_kind, now_s)
+        self.fleet.cluster.groups[group.number] = up_to_date(group, jobs, by_kind, now_s)
 
     def reprice(self, now_s: float) -> None:
         """Prices all jobs again, after measured speeds have moved away from those in use."""
