@@ -94,6 +94,7 @@ _FAULTS = {
     "job_failures": "share of jobs that fail (default: {:g})",
     "cancellations": "share of jobs that are cancelled (default: {:g})",
     "node_mtbf_hours": "mean hours between failures of a node; 0: no failures (default)",
+    "speed_error": "share by which speeds may differ from the planner's (default: {:g})",
     "node_repair_hours": "hours until a failed node is back (default: {:g})",
 }
 

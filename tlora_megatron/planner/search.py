@@ -26,8 +26,8 @@ from tlora_megatron.planner.workload import JobLoad, LengthHistogram, check_jobs
 
 MOST_GPUS = 4096
 """Most GPUs that are planned for."""
-_DEEPENED = 4
-"""Layouts for which deeper rounds are looked for, the fastest ones."""
+_ENOUGH = 4
+"""Layouts near the best one with which no slower ones are looked at for deeper rounds."""
 _BUSY_ENOUGH, _WORTH = 0.97, 1.05
 """Busy share beyond which rounds are deep enough, and the gain that is worth any loss."""
 _NEAR = 0.95
@@ -141,7 +141,7 @@ class _Hunt:
                 found.append(ranked)
         # Layouts with a plan that surely comes before all of the slow ones.
         near = {own.plan.layout for own in found if _place(own)[0] < -_rounded(_NEAR * best)}
-        if self._space.wants("train") and len(near) < _DEEPENED:
+        if self._space.wants("train") and len(near) < _ENOUGH:
             found += [self._ranked(*own) for own in slow]  # some may come near in deeper rounds
         return [own for own in self._with_deeper(found) if own.cost.tokens_per_s >= _NEAR * best]
 
@@ -158,22 +158,28 @@ class _Hunt:
 
 
 def _deeper(model: CostModel, found: Sequence[RankedPlan]) -> Iterator[RankedPlan]:
-    """Looks for deeper rounds for the best plans of the first layouts, where replicas wait.
+    """Looks for deeper rounds wherever a plan whose replicas never waited would be the best.
 
     Jobs with small batches pay for depth: all jobs together must gain `_WORTH`, or none lose it.
     """
-    layouts: dict[object, RankedPlan] = {}
-    for ranked in found:
-        if "train" in ranked.plan.runs_in:
-            layouts.setdefault(ranked.plan.layout, ranked)
-    for ranked in list(layouts.values())[:_DEEPENED]:
-        plan, before = ranked.plan, ranked.cost
-        if plan.dp_size == 1 or plan.pp_size > 1 or plan.ep_size > 1:
-            continue  # ranks that share experts run equally many micro-batches
+    waiting = [
+        ranked
+        for ranked in found
+        if "train" in ranked.plan.runs_in
+        # Ranks that share experts run equally many micro-batches.
+        and ranked.plan.dp_size > 1 == ranked.plan.pp_size == ranked.plan.ep_size
+        and ranked.cost.busy_share < _BUSY_ENOUGH
+    ]
+    waiting.sort(key=lambda ranked: -ranked.cost.tokens_per_s / ranked.cost.busy_share)
+    best = max((ranked.cost.tokens_per_s for ranked in found), default=0.0)
+    for ranked in waiting:
+        before = ranked.cost
+        if before.tokens_per_s / before.busy_share <= best:
+            return
         for depth in DEPTHS[1:]:
             if before.busy_share >= _BUSY_ENOUGH:
                 break
-            deeper = replace(plan, round_depth=depth)
+            deeper = replace(ranked.plan, round_depth=depth)
             cost = model.step_cost(deeper)
             gain = cost.tokens_per_s / before.tokens_per_s
             rates = zip(cost.job_tokens_per_s, before.job_tokens_per_s, strict=True)
@@ -181,7 +187,7 @@ def _deeper(model: CostModel, found: Sequence[RankedPlan]) -> Iterator[RankedPla
             if gain <= 1 or (gain < _WORTH and loses):
                 break
             yield RankedPlan(deeper, cost, ranked.memory)
-            before = cost
+            before, best = cost, max(best, cost.tokens_per_s)
 
 
 def _place(ranked: RankedPlan) -> tuple[float, ...]:

@@ -20,6 +20,9 @@ from tlora_megatron.scheduler.queue import Group, Job, Member, Pause, Waiting, W
 _TOLERANCE = 1e-9
 """Relative tolerance: a speed or end equal to its bound must not fail on rounding."""
 
+_LATE_S = 1e-3
+"""A job that comes back so much later than it must is late."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
@@ -119,14 +122,43 @@ def paused(
     )
 
 
+def up_to_date(
+    group: Group, jobs: Mapping[int, tuple[Job, float]], by_kind: Mapping[int, float], now_s: float
+) -> Group:
+    """A running group with its members' prices and tokens left as they are known now, by job.
+
+    A deadline moves with the time that the job takes alone. One that is missed moves to the end
+    that is expected: nothing may delay the job further.
+    """
+    members = []
+    for member in group.members:
+        job, left = jobs[member.job.index]
+        rate = by_kind.get(job.kind, member.tokens_per_s)
+        deadline_s = member.deadline_s
+        if not job.is_open:
+            deadline_s += job.max_slowdown * (job.isolated_s - member.job.isolated_s)
+        known = replace(member, job=job, tokens_per_s=rate, tokens_left=left)
+        end_s = now_s + known.tokens_left / rate
+        members.append(replace(known, deadline_s=max(deadline_s, end_s)))
+    return replace(group, members=tuple(members), ready_s=now_s)
+
+
 def speeds_in_bounds(jobs: list[Job], by_kind: Mapping[int, float]) -> bool:
     """True if each job, by the speed of its kind, is at least as fast as its bound demands."""
     return all(by_kind[job.kind] * (1 + _TOLERANCE) >= job.least_tokens_per_s for job in jobs)
 
 
-def ends_in_bounds(group: Group) -> bool:
-    """True if each member meets its deadline provided that nothing changes; pauses are included."""
-    return all(group.end_s(m) <= m.deadline_s * (1 + _TOLERANCE) + 1e-6 for m in group.members)
+def ends_in_bounds(group: Group, doubt: float = 0.0, fresh: Collection[int] = ()) -> bool:
+    """True if each member meets its deadline provided that nothing changes; pauses are included.
+
+    `doubt` is the share by which one may be slower than its speed; those in `fresh` are not.
+    """
+    late = doubt / (1 - doubt)
+    return all(
+        group.end_s(m) + (m.job.index not in fresh) * late * (group.end_s(m) - group.ready_s)
+        <= m.deadline_s * (1 + _TOLERANCE) + 1e-6
+        for m in group.members
+    )
 
 
 class InvariantError(RuntimeError):
@@ -259,6 +291,7 @@ class Fleet:
         require(not loose, f"a dissolved group's members must go on, got {sorted(loose)} left")
         # The GPUs that the decisions themselves gave back are no news to the policy.
         self.changes.freed = False
+        self._end_ousted(queue, groups)
         return groups
 
     def _formed(
@@ -306,6 +339,34 @@ class Fleet:
     def discharge(self, job: Job) -> None:
         """Counts the GPUs that a job asks for against its tenant no more."""
         self.cluster.tenant_gpus[job.tenant] -= job.num_gpus
+
+    def end_late_pauses(self, queue: WaitingQueue, now_s: float) -> None:
+        """Lets jobs that can no longer come back within their bounds wait before all others.
+
+        Those on their GPUs are slower than predicted, and no plan holds such a bound: the GPUs
+        would stay taken for ever. Each has a new bound from its next start on.
+        """
+        for waiting in queue.paused():
+            if waiting.pause and waiting.pause.back_by_s < now_s - _LATE_S:
+                job = replace(waiting.job, due_s=min(waiting.job.due_s, now_s))
+                self._end_claim(queue, replace(waiting, job=job, queued_s=now_s))
+
+    def _end_ousted(self, queue: WaitingQueue, groups: Sequence[Group]) -> None:
+        """Ends claims to GPUs that new groups of more urgent jobs do not give back in time."""
+        for group in groups:
+            level = max(member.job.priority for member in group.members)
+            for waiting in queue.paused():
+                if waiting.pause and waiting.job.priority < level:
+                    late = group.last_end_s > waiting.pause.back_by_s + _LATE_S
+                    if late and not set(group.gpus).isdisjoint(waiting.pause.gpus):
+                        self._end_claim(queue, waiting)
+
+    def _end_claim(self, queue: WaitingQueue, waiting: Waiting) -> None:
+        queue.remove(waiting.job.index)
+        queue.add(replace(waiting, pause=None))
+        self.discharge(waiting.job)
+        self.changes.arrived.add(waiting.job.index)
+        self.changes.freed = True  # others may have the GPUs that were kept for it
 
     def node_down(self, node: int) -> None:
         """Withdraws the GPUs of a failed node; no group may hold them."""

@@ -8,6 +8,7 @@ the same base on as many GPUs, else of that base on the nearest number of GPUs, 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,6 @@ class GroupRates:
     by_kind: Mapping[int, float]
     total: float
     """Sum over the members."""
-    memory_bytes: float
 
 
 OPEN_TOKENS_PER_S = 1.0
@@ -57,6 +57,7 @@ class Speeds:
         self._full: dict[tuple[str, int], float] = {}
         self._residual: dict[tuple[Kinds, int], float] = {}
         self._sizes: dict[tuple[int, int], Mapping[int, float]] = {}
+        self._knees: dict[tuple[str, int], float] = {}
 
     def answers(self) -> dict[tuple[Kinds, int], GroupRates | None]:
         """All that was asked: the rates of groups on GPUs; None: they do not fit into memory."""
@@ -79,6 +80,13 @@ class Speeds:
     def load_of(self, kind: int) -> JobLoad:
         return self._loads[kind][1]
 
+    def doubt(self, kinds: Kinds, num_gpus: int) -> float:
+        """Share by which the speed of a group may be less than its rates say; bounds allow for it.
+
+        0 for a model that nothing has corrected, and for a group that has been measured.
+        """
+        return 0.0
+
     def rates(self, kinds: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group on `num_gpus` GPUs, or None if it does not fit into their memory."""
         key = (kinds, num_gpus)
@@ -97,14 +105,12 @@ class Speeds:
             return None
         closed = [kind for kind in kinds if not self._loads[kind][1].is_open]
         if len(closed) < len(kinds):
-            return self._beside_open(kinds, tuple(closed), num_gpus, estimate.memory_bytes)
+            return self._beside_open(kinds, tuple(closed), num_gpus)
         rates = tuple(estimate.tokens_per_s)
         by_kind = dict(zip(kinds, rates, strict=True))
-        return GroupRates(by_kind, sum(rates), estimate.memory_bytes)
+        return GroupRates(by_kind, sum(rates))
 
-    def _beside_open(
-        self, kinds: Kinds, closed: Kinds, num_gpus: int, memory_bytes: float
-    ) -> GroupRates | None:
+    def _beside_open(self, kinds: Kinds, closed: Kinds, num_gpus: int) -> GroupRates | None:
         """Rates of a group with jobs that clients drive: the others have those without them."""
         by_kind: dict[int, float] = dict.fromkeys(kinds, OPEN_TOKENS_PER_S)
         total = OPEN_TOKENS_PER_S * (len(kinds) - len(closed))
@@ -113,13 +119,14 @@ class Speeds:
             if rates is None:
                 return None
             by_kind, total = {**by_kind, **rates.by_kind}, total + rates.total
-        return GroupRates(by_kind, total, memory_bytes)
+        return GroupRates(by_kind, total)
 
     def prepare(self, kind: int, most: int) -> None:
         """Asks the model, for up to `most` GPUs, all that decisions will ask about a job."""
         self.sizes(kind, most)
         for power in range(min(most, _LARGEST_FULL).bit_length()):
             self.full_speed(kind, 1 << power)
+            self.knee(kind, 1 << power)
 
     def sizes(self, kind: int, most: int) -> Mapping[int, float]:
         """Numbers of GPUs worth holding, with its speed on them: powers of two, each 2 % faster."""
@@ -149,6 +156,25 @@ class Speeds:
             self._residual[key] = max(0.0, 1.0 - used)
         return self._residual[key]
 
+    def knee(self, kind: int, num_gpus: int) -> float:
+        """Tokens up to which a round takes hardly longer than one of few tokens."""
+        if num_gpus > _LARGEST_FULL:
+            return num_gpus / _LARGEST_FULL * self.knee(kind, _LARGEST_FULL)
+        key = (self._loads[kind][0], num_gpus)
+        if key not in self._knees:
+            longest_s = _FLAT * self._round_s(*key, _KNEE_TOKENS[0])
+            place = bisect_right(
+                _KNEE_TOKENS, longest_s, key=lambda tokens: self._round_s(*key, tokens)
+            )
+            self._knees[key] = float(num_gpus * _KNEE_TOKENS[max(0, place - 1)])
+        return self._knees[key]
+
+    def _round_s(self, base: str, num_gpus: int, tokens: int) -> float:
+        """Seconds of a round of one sequence of so many tokens on each GPU."""
+        load = replace(_FULL, batch_size=num_gpus, lengths=LengthHistogram.single(tokens))
+        estimate = self._models[base].estimate([load], num_gpus)
+        return num_gpus * tokens / sum(estimate.tokens_per_s) if estimate.fits else math.inf
+
     def full_speed(self, kind: int, num_gpus: int) -> float:
         """Tokens per second when the GPUs have enough work: a large batch of short sequences."""
         if num_gpus > _LARGEST_FULL:
@@ -162,6 +188,10 @@ class Speeds:
         return self._full[key]
 
 
+_FLAT = 1.03
+"""How much longer a round may take than one of few tokens, up to the knee."""
+_KNEE_TOKENS = tuple(round(128 * 2 ** (step / 4)) for step in range(21))
+"""Tokens of a round on each GPU among which the knee is looked for: 128 to 4,096."""
 _LARGEST_FULL = 8
 """GPUs beyond these are taken to add as much each: at full speed they do, and asking takes long."""
 _WORTH = 1.02
@@ -178,6 +208,8 @@ _MOST_REPORTS = 50
 _MOST_BASE_REPORTS = 200
 _LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
 """Beyond these the measurement is more likely to be wrong than the model."""
+_MOST_DOUBT = 0.2
+"""With more, no job could be slowed: a bound is 1.5 as a rule."""
 _DRIFT = 0.15
 """Relative change of a factor from which it replaces the one in use."""
 
@@ -219,6 +251,14 @@ class CalibratedSpeeds(Speeds):
         self._scaled: dict[tuple[Kinds, int], GroupRates | None] = {}
         self._fastest: dict[tuple[str, int], float] = {}
         self._of_bases: dict[tuple[str, int], float] = {}
+        self._doubted: float | None = None
+
+    @classmethod
+    def beside(cls, known: Speeds) -> CalibratedSpeeds:
+        """Speeds of the same kinds by the same models, which nothing has corrected yet."""
+        found = cls(known._models)
+        found._kinds, found._loads, found._memo = known._kinds, known._loads, known._memo
+        return found
 
     def measured(
         self, kinds: Kinds, num_gpus: int, tokens_per_s: float, rounds: int
@@ -239,6 +279,8 @@ class CalibratedSpeeds(Speeds):
         self._of_bases.clear()
         self._residual.clear()
         self._sizes.clear()
+        self._knees.clear()
+        self._doubted = None
         if abs(self.factor(*mix) / before - 1) < _DRIFT:
             return None
         self.version += 1
@@ -253,9 +295,19 @@ class CalibratedSpeeds(Speeds):
             rates, factor = super().rates(kinds, num_gpus), self.factor(kinds, num_gpus)
             if rates is not None and factor != 1.0:
                 by_kind = {kind: rate * factor for kind, rate in rates.by_kind.items()}
-                rates = GroupRates(by_kind, rates.total * factor, rates.memory_bytes)
+                rates = GroupRates(by_kind, rates.total * factor)
             self._scaled[key] = rates
             return rates
+
+    def _round_s(self, base: str, num_gpus: int, tokens: int) -> float:
+        """Seconds of a round, corrected by those of the mix of most similar size."""
+        alike = [
+            (abs(math.log(own / (num_gpus * tokens))), known.used)
+            for (kinds, size), known in self._by_mix.items()
+            if known.used and size == num_gpus and self.base_of(kinds[0]) == base
+            for own in [sum(self.load_of(kind).batch_tokens for kind in kinds)]
+        ]
+        return super()._round_s(base, num_gpus, tokens) / (min(alike)[1] if alike else 1.0)
 
     def factor(self, kinds: Kinds, num_gpus: int) -> float:
         """Measured over predicted speed of a group; 1 while nothing is known."""
@@ -263,6 +315,22 @@ class CalibratedSpeeds(Speeds):
         if own is not None and own.used is not None:
             return own.used
         return self._of_base(self.base_of(kinds[0]), num_gpus)
+
+    def doubt(self, kinds: Kinds, num_gpus: int) -> float:
+        """How far measured speeds lie from what their bases' factors say: 19 of 20 lie nearer.
+
+        Half of it for a group that has been measured: its speed may drift.
+        """
+        if self._doubted is None:
+            used = {mix: own.used for mix, own in self._by_mix.items() if own.used}
+            errors = sorted(
+                abs(factor / self._of_base(self.base_of(mix[0]), size) - 1)
+                for (mix, size), factor in used.items()
+            )
+            most = errors[int(0.95 * len(errors))] if len(errors) >= _LEAST_REPORTS else 0.0
+            self._doubted = min(most, _MOST_DOUBT)
+        own = self._by_mix.get((kinds, num_gpus))
+        return self._doubted / (2 if own is not None and own.used else 1)
 
     def _of_base(self, base: str, num_gpus: int) -> float:
         """The factor of a base model on as many GPUs, or on the nearest number that was tried."""

@@ -277,6 +277,8 @@ class Rules:
     use_residual: bool = True
     """Add waiting jobs to running groups with residual capacity; False is an ablation."""
     cost: RegroupCost = field(default_factory=RegroupCost)
+    held: frozenset[int] = frozenset()
+    """Numbers of groups that may not move now; jobs may join them."""
 
 
 class Policy(Protocol):

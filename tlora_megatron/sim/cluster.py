@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -14,8 +15,8 @@ from tlora_megatron.config.documents import read_file
 from tlora_megatron.config.job import rule
 from tlora_megatron.config.reader import must
 from tlora_megatron.planner.hardware import HardwareProfile, Link, find_profile, shipped_profiles
-from tlora_megatron.scheduler.fleet import Fleet
-from tlora_megatron.scheduler.group_throughput import Speeds
+from tlora_megatron.scheduler.fleet import Fleet, up_to_date
+from tlora_megatron.scheduler.group_throughput import CalibratedSpeeds, Kinds, Speeds
 from tlora_megatron.scheduler.policy import ClusterShape
 from tlora_megatron.scheduler.queue import Group, Job, Member
 from tlora_megatron.sim.ledger import Ledger
@@ -29,6 +30,7 @@ class Kind(IntEnum):
     NODE_DOWN = 2
     CANCEL = 3
     ARRIVAL = 4
+    REPORT = 5
 
 
 _HOUR_S = 3600.0
@@ -54,6 +56,12 @@ class FaultRates:
         "time between checkpoints; a node's failure loses the work since the last one",
         default=600.0,
         gt=0,
+    )
+    speed_error: float = rule(
+        "share by which speeds may differ from the planner's; policies see them reported",
+        default=0.0,
+        ge=0,
+        le=0.5,
     )
 
 
@@ -101,6 +109,47 @@ def _draw_outages(
             outages.append((now_s, end_s, node))
             now_s = end_s + rng.expovariate(1 / (rates.node_mtbf_hours * _HOUR_S))
     return tuple(sorted(outages))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Truth:
+    """How far the speeds of groups lie from the planner's: by mix, by GPUs, by job, and in time."""
+
+    error: float
+    """No speed is wrong by a greater share."""
+    seed: int
+
+    def factor(self, job: Job, kinds: Kinds, num_gpus: int, now_s: float) -> float:
+        """True over predicted speed of a job in a group that is formed now."""
+        of_mix, of_gpus = self._drawn(kinds, num_gpus), self._drawn(job.base, num_gpus)
+        drift = math.sin(2 * math.pi * (now_s / _DRIFT_S + self._drawn("drift")))
+        parts = 0.4 * of_mix + 0.2 * of_gpus + 0.2 * self._drawn(job.index) + 0.2 * drift
+        return 1 + self.error * parts
+
+    def alone_s(self, job: Job, speeds: Speeds, start_s: float) -> float:
+        """Time that a job takes alone if it starts then."""
+        rates = Speeds.rates(speeds, (job.kind,), job.num_gpus)  # whatever was measured
+        assert rates is not None, "a job has memory on the GPUs that it asks for"
+        return job.tokens / rates.total / self.factor(job, (job.kind,), job.num_gpus, start_s)
+
+    def group(self, group: Group, speeds: Speeds) -> Group:
+        """The group at its true speeds."""
+        kinds, num = group.kinds, len(group.gpus)
+        rates = Speeds.rates(speeds, kinds, num)
+        assert rates is not None, "a group that is formed has memory"
+        members = []
+        for m in group.members:
+            rate = rates.by_kind[m.job.kind] * self.factor(m.job, kinds, num, group.formed_s)
+            members.append(replace(m, tokens_per_s=rate))
+        return replace(group, members=tuple(members))
+
+    def _drawn(self, *what: object) -> float:
+        return Random(f"truth {what} {self.seed}").uniform(-1, 1)
+
+
+_DRIFT_S = 5 * _HOUR_S
+_REPORTS_S = (2.0, 4.0, 6.0, 8.0, 10.0)
+"""When a group is measured after it has begun to train; then each time it is twice as old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +219,10 @@ def load_cluster(path: str | Path) -> tuple[ClusterSpec, HardwareProfile]:
 
 
 class SimulatedFleet(Fleet):
-    """A fleet whose groups end by the model's speeds, or fail where a fault was drawn."""
+    """A fleet whose groups end by their true speeds, or fail where a fault was drawn.
+
+    The groups that policies see have the speeds that are believed.
+    """
 
     def __init__(
         self,
@@ -180,11 +232,15 @@ class SimulatedFleet(Fleet):
         faults: Faults,
         quotas: Mapping[str, int],
         ledger: Ledger,
+        truth: Truth | None = None,
     ) -> None:
         """Begins with all GPUs free; `ledger` is shared with the simulator."""
         super().__init__(shape=shape, speeds=speeds, quotas=quotas)
         self._faults = faults
         self._ledger = ledger
+        self._truth = truth
+        self.true: dict[int, Group] = {}
+        """The running groups at their true speeds, since they were formed."""
         self.events: list[tuple[float, int, int, int]] = []
         """A heap, totally ordered by (time, kind, sequence)."""
         self._pushed = itertools.count()
@@ -204,10 +260,47 @@ class SimulatedFleet(Fleet):
     def open(self, group: Group) -> None:
         """Puts a group on free GPUs, and its first end among the events."""
         super().open(group)
-        stop_s = min([self.stop_s(group, member) for member in group.members])
+        true = self.true[group.number] = (
+            self._truth.group(group, self._speeds) if self._truth else group
+        )
+        stop_s = min([self.stop_s(true, member) for member in true.members])
         self.push(stop_s, Kind.GROUP, group.number)
+        if self._truth:
+            self.push(group.ready_s + _REPORTS_S[0], Kind.REPORT, group.number)
 
     def close(self, group: Group, now_s: float) -> None:
         """Takes a group off its GPUs and enters what it trained."""
-        self._ledger.close(group, now_s)
+        self._ledger.close(self.true.pop(group.number), now_s)
         super().close(group, now_s)
+
+    def refresh(self, group: Group, now_s: float) -> Group:
+        """Brings what is believed of a running group up to date with what it has trained."""
+        if self._truth is None or now_s < group.ready_s:
+            return group
+        true = self.true[group.number]
+        left = {m.job.index: true.tokens_left(m, now_s) for m in true.members}
+        jobs = {m.job.index: (self.priced(m.job), left[m.job.index]) for m in group.members}
+        rates = self._speeds.rates(group.kinds, len(group.gpus))
+        known = up_to_date(group, jobs, {} if rates is None else rates.by_kind, now_s)
+        self.cluster.groups[group.number] = known
+        return known
+
+    def priced(self, job: Job) -> Job:
+        """A job with the time that it would take alone as it is believed now."""
+        rates = self._speeds.rates((job.kind,), job.num_gpus)
+        rate = job.isolated_tokens_per_s if rates is None else rates.total
+        return replace(job, isolated_s=job.tokens / rate, isolated_tokens_per_s=rate)
+
+    def report(self, number: int, now_s: float) -> bool:
+        """Measures a group, if it is still there; True if speeds are believed to be others now."""
+        true = self.true.get(number)
+        if true is None:
+            return False
+        trained_s = now_s - true.ready_s
+        again_s = next((s for s in _REPORTS_S if s > trained_s + 1e-6), 2 * trained_s)
+        self.push(true.ready_s + again_s, Kind.REPORT, number)
+        tokens = sum(self._speeds.load_of(kind).batch_tokens for kind in true.kinds)
+        rounds = math.ceil(min(trained_s, _REPORTS_S[0]) * true.tokens_per_s / tokens)
+        assert isinstance(self._speeds, CalibratedSpeeds), "only a belief is corrected"
+        args = (true.kinds, len(true.gpus), true.tokens_per_s, rounds)
+        return self._speeds.measured(*args) is not None

@@ -102,10 +102,10 @@ class Ledger:
         """Records that a failure loses trained tokens of a job."""
         self._lost[index] = self._lost.get(index, 0.0) + tokens
 
-    def finish(self, member: Member, now_s: float) -> None:
-        """Records that a job has trained all its tokens."""
+    def finish(self, member: Member, now_s: float, alone_s: float) -> None:
+        """Records that a job has trained all its tokens, which alone takes it `alone_s`."""
         job = member.job
-        slowdown = (now_s - member.started_s) / job.isolated_s
+        slowdown = (now_s - member.started_s) / alone_s
         done = self._trained[job.index] - self._lost.get(job.index, 0.0)
         require(
             math.isclose(done, job.tokens, rel_tol=1e-6, abs_tol=1e-3),
@@ -180,8 +180,15 @@ class Summary:
     """Mean number of jobs in the group of a held GPU, over time."""
     lost_tokens: float
     """Tokens that were trained and then lost when nodes failed."""
+    bounds_missed: int
+    """Jobs that ended later after their submission than bound x time alone: waiting counts."""
+    gpu_hours: float
+    """Hours that groups held GPUs, over the whole run: what is paid for."""
     window_s: float
     """Measured time: first to last submission, or the whole run if the mean job takes longer."""
+
+
+_SLACK = 1 + 1e-9
 
 
 def summarise(
@@ -230,6 +237,10 @@ def summarise(
         mean_slowdown=mean(slowdowns),
         mean_group_size=_ratio(math.fsum(weighted_s), gpu_s),
         lost_tokens=math.fsum(record.lost_tokens for record in records),
+        bounds_missed=sum(
+            r.jct_s > _SLACK * r.job.max_slowdown * r.job.isolated_s for r in finished
+        ),
+        gpu_hours=math.fsum(len(s.gpus) * (s.end_s - s.begin_s) for s in segments) / 3600,
         window_s=window,
     )
 

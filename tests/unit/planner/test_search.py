@@ -347,5 +347,10 @@ def test_deeper_rounds_are_proposed_where_replicas_wait() -> None:
     assert first.cost.busy_share > 0.95 > shallow.busy_share
     assert first.cost.tokens_per_s > 1.05 * shallow.tokens_per_s
     assert first.cost.replica_wait_s < shallow.replica_wait_s
+    wide = search(LLAMA_8B, mix, H200, 8, SearchSpace(runs_in="train", pp_size=1)).plans
+    model = CostModel(LLAMA_8B, mix, H200)
+    tried = [replace(own.plan, round_depth=2) for own in wide if own.plan.dp_size > 1]
+    best = max(model.step_cost(plan).tokens_per_s for plan in tried)
+    assert best <= 1.01 * wide[0].cost.tokens_per_s  # plans equal to three digits are as good
     deepspeed = search(LLAMA_8B, mix, H200, 8, replace(space, runs_in="deepspeed")).plans
     assert {ranked.plan.round_depth for ranked in deepspeed} == {1}

@@ -205,6 +205,16 @@ def test_residual_capacity_follows_measured_speeds() -> None:
     assert speeds.full_speed(one, 1) >= 900.0
 
 
+def test_the_knee_follows_measured_rounds() -> None:
+    speeds, one, two = _speeds()
+    assert speeds.knee(one, 1) == 1024  # the model's is at 1,000
+    assert speeds.knee(one, 4) == 4 * 1024
+    for _ in range(5):
+        speeds.measured((one,), 1, 1000.0, 10)  # of 500 tokens, in half of a second
+        speeds.measured((two,), 1, 1000.0, 10)  # of 2,000, as predicted
+    assert speeds.knee(one, 1) == 861  # up to where those of 500 tokens are nearest
+
+
 def test_similar_files_are_of_one_kind() -> None:
     kinds = {
         coarse_load(

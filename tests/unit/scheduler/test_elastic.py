@@ -27,6 +27,57 @@ def test_a_long_job_pauses_for_a_short_one() -> None:
     assert world.ends("tlora_elastic") == [1005, 15]
 
 
+def test_a_small_job_is_fused_before_anyone_pauses() -> None:
+    world = World(job(0, 1000), job(10, 5))  # 500 tokens each; a GPU takes 1,000 in a second
+    assert world.ends("tlora_elastic") == [1000, 15]
+
+
+def test_a_small_job_leaves_gpus_free_where_it_slows_nobody() -> None:
+    world = World(job(0, 1000), job(10, 500, batch=4), job(20, 500, batch=6), gpus_per_node=4)
+    cost = RegroupCost(admit_s=1.0)
+    ledger = world.run("tlora_elastic", cost=cost)
+    assert sorted(len(s.gpus) for s in ledger.segments if s.num_jobs == 2) == [1]
+    assert {r.job.index: r.end_s for r in ledger.records} == {0: 1001, 1: 511, 2: 520}
+
+
+@pytest.mark.parametrize(("asked", "most"), [(1, 1), (4, 2)])
+def test_none_joins_a_job_on_more_gpus_than_it_asked_for(asked: int, most: int) -> None:
+    world = World(job(0, 400, batch=30, num_gpus=asked), job(10, 5), gpus_per_node=4)
+    ledger = world.run("tlora_elastic")
+    assert max(len(segment.gpus) for segment in ledger.segments) == 4
+    assert max(segment.num_jobs for segment in ledger.segments) == most
+
+
+def test_a_group_that_may_not_move_gives_no_gpus() -> None:
+    held = {"held": frozenset({1})}
+    assert _long_and_short().ends("tlora_elastic", rules=held) == [1000, 1005]
+    world = World(job(0, 1000), job(10, 5))
+    assert world.ends("tlora_elastic", rules=held) == [1000, 15]  # who joins moves nobody
+
+
+def test_urgent_jobs_pause_all_of_a_fused_group_whatever_bounds_they_have() -> None:
+    world = World(job(0, 1000, max_slowdown=1.1), job(0, 500, max_slowdown=1.1))
+    world.add(10, 600, batch=10, priority=1)
+    assert world.ends("tlora_elastic") == [1600, 1100, 610]
+
+
+def test_no_claim_of_a_less_urgent_job_keeps_an_urgent_one_waiting() -> None:
+    world = _long_and_short(max_slowdown=1.1)
+    world.add(12, 500, batch=10, priority=1, base="other")
+    assert world.ends("tlora_elastic")[2] == 512
+    world = World(job(0, 1000, batch=10, priority=1), job(10, 5, batch=10, base="other"))
+    assert world.ends("tlora_elastic") == [1000, 1005]  # and none waits for a less urgent one
+
+
+@pytest.mark.parametrize(("nodes", "due_s"), [(1, float("inf")), (2, float("inf")), (1, 5.0)])
+def test_jobs_make_room_together(nodes: int, due_s: float) -> None:
+    """Two jobs of one GPU each, and one that needs both, for the twentieth part of their time."""
+    both = job(0, 1000, batch=10), job(0, 1000, batch=10)
+    world = World(*both, nodes=nodes, gpus_per_node=2 // nodes)
+    world.add(10, 50, batch=20, num_gpus=2, base="other", max_slowdown=1.2, due_s=due_s)
+    assert world.ends("tlora_elastic") == [1050, 1050, 60]
+
+
 def test_no_bound_is_broken_by_a_pause() -> None:
     assert _long_and_short(max_slowdown=1.0).ends("tlora_elastic") == [1000, 1005]
 
@@ -174,3 +225,10 @@ def test_a_wide_job_does_not_join_clients_where_it_would_end_later_than_by_waiti
     world.add(0, 30, batch=20, num_gpus=2, base="other", max_slowdown=1.0)
     world.add(10, 100, batch=20, num_gpus=2, max_slowdown=4.0)
     assert world.ends("tlora_elastic")[1:] == [30, 130]
+
+
+def test_an_urgent_job_does_not_wait_for_the_gpus_kept_for_an_overdue_one() -> None:
+    world = World(job(0, 1000, batch=10, max_slowdown=1.0), nodes=1, gpus_per_node=2)
+    world.add(5, 50, batch=20, num_gpus=2, base="other", due_s=6, max_slowdown=1.0)
+    world.add(10, 2000, batch=10, priority=1)
+    assert world.ends("tlora_elastic")[2] == 2010

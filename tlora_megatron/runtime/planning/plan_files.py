@@ -228,10 +228,14 @@ def _jobs_only(config: RunConfig, plan: Plan, asked: LoraSharding | None) -> dic
     return {"base_model": document["base_model"], **shared, **section, "jobs": document["jobs"]}
 
 
+_ENDPOINT = "${RDZV_ENDPOINT:?must be HOST:PORT of the first node}"
+
+
 def _torchrun(nodes: int, local: int, words: Sequence[str]) -> str:
     where = ["--standalone"] if nodes == 1 else ["--nnodes", str(nodes), "--rdzv-backend", "c10d"]
-    end = [] if nodes == 1 else ["--rdzv-endpoint", "HOST:29500"]
-    return shlex.join(["torchrun", *where, *end, "--nproc-per-node", str(local), *words])
+    rest = shlex.join(["--nproc-per-node", str(local), *words])
+    end = "" if nodes == 1 else f'--rdzv-endpoint "{_ENDPOINT}" '
+    return f"{shlex.join(['torchrun', *where])} {end}{rest}"
 
 
 def _deepspeed(config: RunConfig, plan: Plan) -> dict[str, Any]:
@@ -258,6 +262,13 @@ def _deepspeed(config: RunConfig, plan: Plan) -> dict[str, Any]:
     return document
 
 
+_IN_SLURM = """if [[ -n ${SLURM_JOB_NODELIST:-} ]]; then
+  first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  : "${RDZV_ENDPOINT:=$first:$((20000 + SLURM_JOB_ID % 10000))}"
+fi
+"""
+
+
 def _megatron(
     config: RunConfig, spec: ModelSpec, ranked: RankedPlan, jobs: Path, nodes: int, local: int
 ) -> str:
@@ -272,6 +283,7 @@ def _megatron(
         ': "${MEGATRON_LM:?must name a Megatron-LM checkout}"\n'
         ': "${CHECKPOINT:?must name what tlora convert made of the base}"\n'
         "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+        f"{_IN_SLURM if nodes > 1 else ''}"
         f'{launch} "$MEGATRON_LM/pretrain_gpt.py" \\\n  {model} \\\n  {flags} \\\n'
         f"  {shlex.join(_TRAINER_FLAGS)} \\\n"
         f"  --tokenizer-type HuggingFaceTokenizer --tokenizer-model {base} \\\n"

@@ -20,7 +20,9 @@ Choose = Callable[[TentativeGroups, Waiting], Proposal | None]
 """Chooses the GPUs on which a job would start; None if there are none for it."""
 
 
-def separate(tentative: TentativeGroups) -> None:
+def separate(
+    tentative: TentativeGroups, may_split: Callable[[Group], bool] = lambda group: True
+) -> None:
     """Moves members of fused groups to free GPUs, the oldest group first, as long as it pays.
 
     It pays if the parts train more tokens per second than the whole, and the members' end times
@@ -30,7 +32,7 @@ def separate(tentative: TentativeGroups) -> None:
     for group in sorted(fused, key=lambda group: (group.formed_s, group.number)):
         if not tentative.free.num:
             return
-        while len(group.members) > 1:
+        while len(group.members) > 1 and may_split(group):
             found = _best_leaver(tentative, group)
             if found is None:
                 break

@@ -2,35 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlora_megatron.scheduler.fleet import Parts
-from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal, TentativeGroups
-from tlora_megatron.scheduler.policies.tlora import EXPECTED, NetBenefit, list_schedule
+from tlora_megatron.scheduler.policies.admission import separate
+from tlora_megatron.scheduler.policies.room import MOST_SIZES, PAYS, ElasticGroups, make_room, oust
+from tlora_megatron.scheduler.policies.tentative_groups import Hosts, Proposal
+from tlora_megatron.scheduler.policies.tlora import NetBenefit, list_schedule
 from tlora_megatron.scheduler.policy import Changes, ClusterState, Decision
-from tlora_megatron.scheduler.queue import Group, Job, Waiting, WaitingQueue
-
-
-class ElasticGroups(TentativeGroups):
-    """Groups as a decision would leave them, and the numbers of GPUs that suit single jobs."""
-
-    def sizes(self, job: Job) -> Mapping[int, float]:
-        """Numbers of GPUs worth holding, with speeds; of a driven job what it asks for."""
-        found = {} if job.is_open else self.speeds.sizes(job.kind, self.shape.num_gpus)
-        return found or {job.num_gpus: job.isolated_tokens_per_s}
-
-    def least_s(self, waiting: Waiting) -> float:
-        """Time that the remaining work takes where the job is fastest; 0 if its client waits."""
-        if waiting.job.is_open:
-            return 0.0
-        return waiting.tokens_left / max(self.sizes(waiting.job).values())
-
-    def by_cost(self, waiting: Waiting, num_waiting: int) -> list[int]:
-        """Numbers of GPUs, the best first: the job's own time, and what it delays."""
-        share = (num_waiting + EXPECTED) / self.shape.num_gpus
-        found = self.sizes(waiting.job)
-        return sorted(found, key=lambda g: (waiting.tokens_left / found[g] * (1 + share * g), g))
+from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
 
 
 def join_clients(tentative: ElasticGroups, order: list[Waiting]) -> list[Waiting]:
@@ -71,129 +50,6 @@ def _is_driven(group: Group) -> bool:
     return all(member.job.is_open for member in group.members)
 
 
-PAYS = 3.0
-"""A move must save so many times the pauses that it costs."""
-_MOST_TRIED = 12
-"""Waiting jobs for which a decision looks for room."""
-_MOST_SIZES = 3
-"""Numbers of GPUs that are tried for each."""
-
-_ROUNDING_S = 1e-6
-"""The sum of the same times may be another in another order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """GPUs that a running group gives to a waiting job."""
-
-    group: Group
-    rest: Proposal | None
-    """The group on the GPUs that it keeps; None = its job is paused."""
-    waiting: Waiting
-    gpus: tuple[int, ...]
-
-    def take(self, tentative: ElasticGroups) -> None:
-        """Shrinks or pauses the group, and starts the job."""
-        if self.rest is None:
-            tentative.pause(self.group)
-        else:
-            tentative.accept(self.rest, (self.group,))
-        own = tentative.propose(Parts(joining=(self.waiting,)), self.gpus)
-        assert own is not None, "room was found for the job"
-        tentative.accept(own)
-
-
-def make_room(tentative: ElasticGroups, order: Sequence[Waiting]) -> list[Waiting]:
-    """Starts waiting jobs on GPUs of groups that have longer to train; returns those still left.
-
-    A job gains what it would wait; the group loses its GPUs for as long as the job trains, and two
-    pauses. The best of all groups gives them, if the gain is greater. Paused jobs do not ask for
-    room: their GPUs are kept for them. Jobs that clients drive neither ask nor give: how
-    long they would train is unknown.
-    """
-    starts_s = list_schedule(tentative, order)
-    left, tried = [], 0
-    for place, waiting in enumerate(order):
-        may_ask = (
-            tried < _MOST_TRIED
-            and waiting.pause is None
-            and not waiting.job.is_open
-            and tentative.within_quota(waiting)
-        )
-        tried += may_ask
-        wait_s = starts_s[waiting.job.index] - tentative.now_s
-        room = _best(tentative, waiting, wait_s, len(order) - 1 - place) if may_ask else None
-        if room is None:
-            left.append(waiting)
-        else:
-            room.take(tentative)
-    return left
-
-
-def _best(
-    tentative: ElasticGroups, waiting: Waiting, wait_s: float, num_behind: int
-) -> Room | None:
-    best, most_s = None, 0.0
-    end_s = wait_s + tentative.least_s(waiting)
-    speeds = tentative.sizes(waiting.job)
-    for size in tentative.by_cost(waiting, num_behind)[:_MOST_SIZES]:
-        own_s = waiting.tokens_left / speeds[size]
-        for group in _givers(tentative, size, own_s) if own_s < end_s else ():
-            loss_s, keep = _loss(tentative, group, size, own_s)
-            net_s = end_s - own_s - loss_s
-            if net_s > most_s and (room := _room(tentative, waiting, group, size, keep)):
-                best, most_s = room, net_s
-    return best
-
-
-def _givers(tentative: ElasticGroups, size: int, for_s: float) -> Iterator[Group]:
-    """Groups of one job with so many GPUs at least and longer to train."""
-    for group in tentative.groups.values():
-        if (
-            len(group.gpus) >= size
-            and len(group.members) == 1
-            and not group.members[0].job.is_open
-            and group.last_end_s - tentative.now_s > for_s
-            and not tentative.is_changed(group)
-            and not tentative.is_reserved(group)
-        ):
-            yield group
-
-
-def _loss(tentative: ElasticGroups, group: Group, size: int, for_s: float) -> tuple[float, int]:
-    """Seconds that a group loses, what a move must bring included, and the GPUs it keeps."""
-    member, cost = group.members[0], tentative.rules.cost
-    pause_s = cost.save_s([member.job]) + cost.pause_s((), group.gpus, [member.job])
-    paused_s = for_s + PAYS * pause_s
-    rest = len(group.gpus) - size
-    keep = 1 << (rest.bit_length() - 1) if rest else 0
-    rate = tentative.sizes(member.job).get(keep)
-    if rate is None:
-        return paused_s, 0
-    slower_s = for_s * (1 - rate / member.tokens_per_s) + (PAYS + 1) * pause_s
-    return min((paused_s, 0), (slower_s, keep))
-
-
-def _room(
-    tentative: ElasticGroups, waiting: Waiting, group: Group, size: int, keep: int
-) -> Room | None:
-    """The room that a group gives; None if a bound or a paused job forbids it."""
-    rest = None
-    gpus = group.gpus[-size:] if keep else group.gpus[:size]
-    own = tentative.propose(Parts(joining=(waiting,)), gpus)
-    if own is None:
-        return None
-    member = group.members[0]
-    end_s = own.group.last_end_s + tentative.rules.cost.save_s([member.job]) + _ROUNDING_S
-    if keep:
-        rest = tentative.propose(tentative.parts_of(group), group.gpus[:keep], group)
-        if rest is None or end_s > tentative.needed_s(gpus):
-            return None
-        return Room(group, rest, waiting, gpus)
-    back_by_s = tentative.pause_of(group, member).back_by_s
-    return None if end_s > back_by_s else Room(group, None, waiting, gpus)
-
-
 def grow(tentative: ElasticGroups) -> None:
     """Widens groups of one job into free GPUs, where that pays for the pause."""
     tried: set[int] = set()
@@ -201,7 +57,7 @@ def grow(tentative: ElasticGroups) -> None:
         found = [
             (saved_s, group, size)
             for group in tentative.groups.values()
-            if group.number not in tried and not tentative.is_reserved(group)
+            if group.number not in tried | tentative.rules.held and not tentative.is_reserved(group)
             for saved_s, size in [_best_size(tentative, group)]
             if size
         ]
@@ -238,6 +94,10 @@ def _wider(tentative: ElasticGroups, group: Group, size: int) -> Proposal | None
     return larger if saved_s > (PAYS - 1) * pause_s else None
 
 
+_NEXT_TO_NOTHING = 400
+"""The job takes so many times the pause of each member that it joins."""
+_AS_FAST = 0.98
+"""Share of its speed alone, or before another joins, at which a job counts as not slowed."""
 _MOST_MIXES = 4
 """Mixes of jobs that a decision looks at; the model takes milliseconds for one it does not know."""
 
@@ -247,10 +107,11 @@ class Elastic(NetBenefit):
     """Lets the shortest work have the GPUs it uses best, by every move that there is.
 
     A decision starts jobs on free GPUs, or beside clients' jobs, which cost nothing while their
-    clients think; then long jobs make room for short ones; then the jobs
-    that still wait are fused with running ones where that pays, as `tlora_best` does; and GPUs
-    that are left go to groups that train faster with them. Each move has to save more than its
-    pauses, and keeps every bound.
+    clients think. Then small jobs, whose batch lies below the knee of a round's time, are fused
+    with running ones where that pays, as `tlora_best` does; long jobs make room for short ones;
+    those that still wait are fused; urgent ones oust less urgent ones. GPUs that are left go to
+    fused jobs that slow each other, and to groups that train faster with them. Each move has to
+    save more than its pauses, and keeps every bound but those of jobs that are ousted.
     """
 
     def decide(
@@ -263,12 +124,26 @@ class Elastic(NetBenefit):
         order = self._all_in_order(tentative, jobs)
         left = _start(tentative, order, changes)
         left = join_clients(tentative, left)
+        hosts = Hosts(tentative, changes, left, len(jobs))
+        left = self._fuse(tentative, hosts, [w for w in left if tentative.is_small(w)], left)
         left = make_room(tentative, left)
-        fresh = [waiting for waiting in left if waiting.pause is None]
-        if self.rules.use_residual and fresh:
-            self._merge(tentative, Hosts(tentative, changes, fresh, len(jobs)))
+        left = self._fuse(tentative, hosts, left, left)
+        oust(tentative, left)
+        separate(
+            tentative,
+            lambda g: tentative.may_move(g) and not tentative.is_below_knee(g.kinds, len(g.gpus)),
+        )
         grow(tentative)
         return tentative.decisions()
+
+    def _fuse(
+        self, tentative: ElasticGroups, hosts: Hosts, some: list[Waiting], left: list[Waiting]
+    ) -> list[Waiting]:
+        """Lets some of the jobs that are left join groups where that pays; returns the rest."""
+        hosts.left = some
+        if self.rules.use_residual and some:
+            self._merge(tentative, hosts)
+        return [waiting for waiting in left if not tentative.has_placed(waiting)]
 
     def _all_in_order(self, tentative: ElasticGroups, jobs: WaitingQueue) -> list[Waiting]:
         """The jobs to look at: the shortest first; before an overdue one come all paused jobs."""
@@ -297,6 +172,9 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
         job, is_paused = waiting.job, waiting.pause is not None
         is_overdue = not is_paused and job.due_s <= tentative.now_s
         kind = (job.kind, job.num_gpus)
+        if found := _beside_small(tentative, waiting):
+            tentative.accept(found[1], (found[0],))
+            continue
         proposal = None
         if changes.freed or job.index in changes.arrived or is_overdue:
             if tentative.free.num and (is_paused or kind not in refused):
@@ -305,12 +183,47 @@ def _start(tentative: ElasticGroups, order: list[Waiting], changes: Changes) -> 
         if proposal is not None:
             tentative.accept(proposal)
             continue
+        if is_overdue and not make_room(tentative, [waiting]):
+            continue
         left.append(waiting)
         if not is_paused and tentative.within_quota(waiting):
             refused.add(kind)
             if is_overdue:
                 tentative.reserve(job.num_gpus)
     return left
+
+
+def _beside_small(tentative: ElasticGroups, waiting: Waiting) -> tuple[Group, Proposal] | None:
+    """The fullest group that the job joins instead of free GPUs, as it slows nobody there.
+
+    The group is there no longer for it, and stands still for next to nothing of the job's time.
+    """
+    if (
+        not tentative.free.num
+        or not tentative.rules.use_residual
+        or not tentative.is_small(waiting)
+    ):
+        return None
+    job, admit_s = waiting.job, _NEXT_TO_NOTHING * tentative.rules.cost.admit_s
+    fitting = [
+        group
+        for group in tentative.groups.values()
+        if tentative.has_room(group, waiting)
+        and not any(member.job.is_open for member in group.members)
+        and admit_s * len(group.members) <= waiting.isolated_left_s
+        and tentative.now_s + waiting.isolated_left_s <= group.last_end_s
+        and tentative.is_below_knee((*group.kinds, job.kind), len(group.gpus))
+    ]
+    fitting.sort(key=lambda group: (-len(group.members) / len(group.gpus), group.number))
+    for group in fitting[:MOST_SIZES]:
+        if not (proposal := tentative.with_joining(group, waiting)):
+            continue
+        before = {member.job.index: member.tokens_per_s for member in group.members}
+        before[job.index] = job.isolated_tokens_per_s
+        members = proposal.group.members
+        if all(m.tokens_per_s >= _AS_FAST * before[m.job.index] for m in members):
+            return group, proposal
+    return None
 
 
 def _placed(tentative: ElasticGroups, waiting: Waiting, num_behind: int) -> Proposal | None:

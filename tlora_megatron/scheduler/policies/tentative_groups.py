@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from tlora_megatron.scheduler.fleet import Parts, ends_in_bounds, formed, paused, speeds_in_bounds
-from tlora_megatron.scheduler.group_throughput import Kinds, Speeds
+from tlora_megatron.scheduler.group_throughput import GroupRates, Kinds, Speeds
 from tlora_megatron.scheduler.policy import (
     Changes,
     ClusterState,
@@ -19,7 +19,7 @@ from tlora_megatron.scheduler.policy import (
     Rules,
     soonest_nodes,
 )
-from tlora_megatron.scheduler.queue import Group, Job, Member, Pause, Waiting, soonest_back_s
+from tlora_megatron.scheduler.queue import Group, Job, Pause, Waiting, soonest_back_s
 
 _MOST_OF_FULL = 1.05
 """A group may be a little faster than the reference load that defines full speed."""
@@ -64,6 +64,7 @@ class TentativeGroups:
         self.rules = rules
         self._parts: dict[int, Parts] = {}
         self._dissolved: set[int] = set()
+        self._placed: set[int] = set()
         self._new = 0
         self._asked: dict[str, int] = {}
         self._reserved: set[int] = set()
@@ -73,8 +74,8 @@ class TentativeGroups:
         self._vacated_s: dict[int, float] = {}
         """GPU -> seconds until the state of those who leave it is saved."""
         self._pausing: list[int] = []
-        self._pauses = {w.job.index: w.pause for w in paused if w.pause is not None}
-        """Job -> its claim to the GPUs that it held."""
+        self._pauses = {w.job.index: (w.job.priority, w.pause) for w in paused if w.pause}
+        """Job -> its priority, and its claim to the GPUs that it held."""
         self._mixes: set[tuple[Kinds, int]] = set()
         self._most_mixes = most_mixes
 
@@ -100,6 +101,14 @@ class TentativeGroups:
             gpus = self.free.in_node(node)
             self.free.take(gpus)
             self._kept.give(gpus)
+
+    def unreserve(self) -> None:
+        """Ends all reservations: more urgent jobs than those that are overdue may have the GPUs."""
+        for node in self._reserved:
+            gpus = self._kept.in_node(node)
+            self._kept.take(gpus)
+            self.free.give(gpus)
+        self._reserved.clear()
 
     def on_reserved_gpus(self, waiting: Waiting) -> Proposal | None:
         """The job alone on reserved GPUs if it ends before they are needed; otherwise None."""
@@ -138,7 +147,7 @@ class TentativeGroups:
             if len(self._mixes) > self._most_mixes:
                 return None
         rates = self.speeds.rates(kinds, len(gpus))
-        if rates is None or (keep_bounds and not speeds_in_bounds(jobs, rates.by_kind)):
+        if rates is None or (keep_bounds and not self._are_fast(jobs, kinds, len(gpus), rates)):
             return None
         group = formed(
             parts,
@@ -149,12 +158,26 @@ class TentativeGroups:
             number=-1 - self._new if host is None else host.number,
             vacated_s=self._vacated_s,
         )
-        if keep_bounds and not ends_in_bounds(group):
-            return None
+        doubt = self.speeds.doubt(kinds, len(gpus))
         own = [waiting.job.index for waiting in parts.joining]
-        if group.last_end_s > self.needed_s(gpus, own):
+        if keep_bounds and not ends_in_bounds(group, doubt, own):
+            return None
+        level = min([waiting.job.priority for waiting in parts.joining], default=-math.inf)
+        if group.last_end_s > self.needed_s(gpus, own, level):
             return None
         return Proposal(group=group, parts=parts)
+
+    def _are_fast(self, jobs: list[Job], kinds: Kinds, num_gpus: int, rates: GroupRates) -> bool:
+        """True if each job is as fast as its bound demands, though speeds may be wrong."""
+        doubt = self.speeds.doubt
+        slower = 1 - doubt(kinds, num_gpus)
+        least = {}
+        for job in jobs:
+            if len(jobs) == 1 and job.num_gpus == num_gpus:
+                continue  # alone as asked it is as fast as it can be
+            alone = 1 + doubt((job.kind,), job.num_gpus)
+            least[job.kind] = rates.by_kind[job.kind] * slower / alone
+        return speeds_in_bounds([job for job in jobs if job.kind in least], least)
 
     def trains_more(self, proposal: Proposal, host: Group) -> bool:
         """True if the merge trains enough more tokens, or those who come are driven."""
@@ -200,15 +223,20 @@ class TentativeGroups:
 
     def _first_choices(self) -> Iterator[FreeGpus]:
         """The free GPUs that no paused job needs, then all of them."""
-        claimed = {gpu for pause in self._pauses.values() for gpu in pause.gpus}
+        claimed = {gpu for _, pause in self._pauses.values() for gpu in pause.gpus}
         if claimed:
             nodes = map(self.free.in_node, range(self.shape.num_nodes))
             yield FreeGpus(self.shape, [[g for g in gpus if g not in claimed] for gpus in nodes])
         yield self.free
 
-    def needed_s(self, gpus: Iterable[int], without: Collection[int] = ()) -> float:
-        """When a paused job, but those left out, needs one of these GPUs; infinite if none does."""
-        return soonest_back_s((p for i, p in self._pauses.items() if i not in without), gpus)
+    def needed_s(
+        self, gpus: Iterable[int], without: Collection[int] = (), level: float = -math.inf
+    ) -> float:
+        """When a paused job of this priority or above needs one of these GPUs; infinite if none."""
+        claims = self._pauses.items()
+        return soonest_back_s(
+            (pause for i, (own, pause) in claims if own >= level and i not in without), gpus
+        )
 
     def wider(self, group: Group, num_gpus: int) -> Proposal | None:
         """A group on more GPUs, its own among those it may get; None as in `propose`."""
@@ -228,17 +256,36 @@ class TentativeGroups:
         """Pauses the members of a running group that this decision has not changed."""
         assert not self.is_changed(group), "a group must not be formed and paused at once"
         self._release(group)
-        for member in group.members:
-            self._pausing.append(member.job.index)
-            self._pauses[member.job.index] = self.pause_of(group, member)
+        pauses = self.pauses_of(group)
+        self._pausing += pauses
+        self._pauses |= {m.job.index: (m.job.priority, pauses[m.job.index]) for m in group.members}
 
-    def pause_of(self, group: Group, member: Member) -> Pause:
-        """The pause of a running member if it began now."""
-        end_by_s = self.needed_s(group.gpus)
-        cost = self.rules.cost
-        found = paused(group, member, now_s=self.now_s, cost=cost, end_by_s=end_by_s).pause
-        assert found is not None, "a paused job has a claim"
+    def pauses_of(self, group: Group) -> dict[int, Pause]:
+        """The pauses of a running group's members if they began now, by job.
+
+        The one that has most time comes back last, and the others end before it.
+        """
+        end_by_s, found = self.needed_s(group.gpus), {}
+        for member in sorted(group.members, key=lambda m: (-m.deadline_s, m.job.index)):
+            cost = self.rules.cost
+            pause = paused(group, member, now_s=self.now_s, cost=cost, end_by_s=end_by_s).pause
+            assert pause is not None, "a paused job has a claim"
+            found[member.job.index] = pause
+            end_by_s = min(end_by_s, pause.back_by_s)
         return found
+
+    def has_placed(self, waiting: Waiting) -> bool:
+        """True if this decision has given the job a place."""
+        return waiting.job.index in self._placed
+
+    def may_move(self, group: Group, *, urgent: bool = False) -> bool:
+        """True if a running group may be given other GPUs, or none: for an urgent job even soon."""
+        return not (
+            self.is_changed(group)
+            or self.is_reserved(group)
+            or (group.number in self.rules.held and not urgent)
+            or any(member.job.is_open for member in group.members)
+        )
 
     def is_changed(self, group: Group) -> bool:
         """True if this decision has formed or changed the group."""
@@ -259,6 +306,7 @@ class TentativeGroups:
         before = {w.job.index for old in replaces for w in self.parts_of(old).joining}
         for old in replaces:
             self._release(old)
+        self._placed.update(w.job.index for w in proposal.parts.joining)
         for waiting in proposal.parts.joining:
             if waiting.job.index not in before and waiting.pause is None:
                 tenant = waiting.job.tenant

@@ -33,8 +33,6 @@ class MergeBenefit:
 
     def __init__(self, tentative: TentativeGroups, hosts: Hosts) -> None:
         """Plans when each of the first waiting jobs would start without merges."""
-        self._tentative = tentative
-        self._room_s: dict[int, float] = {}
         self._now_s = tentative.now_s
         self._num_gpus = tentative.shape.num_gpus
         last = hosts.num_waiting - 1
@@ -52,7 +50,7 @@ class MergeBenefit:
         index = waiting.job.index
         joining = next(m for m in merged.members if m.job.index == index)
         end = merged.end_s(joining)
-        own_end = self._start_s(waiting) + waiting.isolated_left_s
+        own_end = self._starts_s[index] + waiting.isolated_left_s
         delay, last_end = 0.0, end
         pause = merged.ready_s - max(self._now_s, host.ready_s)
         speeds = {m.job.index: m.tokens_per_s for m in merged.members}
@@ -68,31 +66,24 @@ class MergeBenefit:
         others = self._behind[index] * saved / self._num_gpus
         return own_end - end - _DELAY_WEIGHT * delay + _OTHERS_WEIGHT * others
 
-    def _start_s(self, waiting: Waiting) -> float:
-        """The job's start by the list schedule, but not before nodes have room for its GPUs."""
-        index, num_gpus = waiting.job.index, waiting.job.num_gpus
-        if num_gpus == 1:
-            return self._starts_s[index]
-        if num_gpus not in self._room_s:
-            tentative = self._tentative
-            groups = tentative.groups.values()
-            _, self._room_s[num_gpus] = soonest_nodes(
-                num_gpus, tentative.shape, tentative.free, groups, set()
-            )
-        return max(self._starts_s[index], self._room_s[num_gpus])
-
 
 def list_schedule(tentative: TentativeGroups, order: Sequence[Waiting]) -> dict[int, float]:
-    """Start times by job index if all jobs run alone, in this order, by the number of free GPUs."""
-    releases = [(group.last_end_s, len(group.gpus)) for group in tentative.groups.values()]
+    """Start times by job index if all jobs run alone, in this order, by the number of free GPUs.
+
+    No job starts before nodes have room for its GPUs, other waiting jobs left aside.
+    """
+    shape, free_gpus, groups = tentative.shape, tentative.free, tentative.groups.values()
+    releases = [(group.last_end_s, len(group.gpus)) for group in groups]
     heapq.heapify(releases)
-    starts, now_s, free = {}, tentative.now_s, tentative.free.num
+    starts, rooms_s, now_s, free = {}, {1: 0.0}, tentative.now_s, tentative.free.num
     for waiting in order:
         needed = waiting.job.num_gpus
         while free < needed and releases:
             end_s, num = heapq.heappop(releases)
             now_s, free = max(now_s, end_s), free + num
-        starts[waiting.job.index] = now_s
+        if needed not in rooms_s:
+            rooms_s[needed] = soonest_nodes(needed, shape, free_gpus, groups, set())[1]
+        starts[waiting.job.index] = max(now_s, rooms_s[needed])
         free -= needed
         heapq.heappush(releases, (now_s + waiting.isolated_left_s, needed))
     return starts

@@ -39,6 +39,8 @@ class _Question:
     cluster: ClusterState
     changes: Changes
     cost: RegroupCost
+    held: frozenset[int]
+    """Groups that may not move now."""
 
 
 class Decider:
@@ -90,8 +92,7 @@ class Decider:
         state = self._context.state
         if state.set_aside.sweep(now_s):
             state.fleet.changes.freed = True
-        if state.end_late_pauses(now_s):
-            state.fleet.changes.freed = True  # others may have the GPUs that were kept for them
+        state.fleet.end_late_pauses(state.queue, now_s)
         # Read each time; a smaller quota takes no GPUs away.
         limits = self._context.store.tenants.all_limits()
         quotas = {tenant: own.gpus for tenant, own in limits.items() if own.gpus is not None}
@@ -102,6 +103,9 @@ class Decider:
             state.fleet.changes.take()
             return
         cluster = state.fleet.cluster
+        changes = state.fleet.changes.take()
+        held = self._limiter.held(cluster.groups, now_s)
+        state.fleet.changes.freed = bool(held)  # asked about again when they may move
         question = _Question(
             now_s=now_s,
             queue=state.queue.copy(),
@@ -112,7 +116,8 @@ class Decider:
                 quotas=quotas,
                 tenant_gpus=dict(cluster.tenant_gpus),
             ),
-            changes=state.fleet.changes.take(),
+            changes=changes,
+            held=held,
             cost=replace(self._context.cost, weights_bytes=self._context.pricing.weights_bytes),
         )
         if self._context.settings.decide_in_thread:
@@ -129,6 +134,7 @@ class Decider:
             lookahead=settings.lookahead,
             max_group_size=settings.max_group_size,
             cost=question.cost,
+            held=question.held,
         )
         policy = make_policy(settings.policy, self._context.pricing.speeds, rules)
         begin = time.perf_counter()
@@ -227,7 +233,7 @@ class Decider:
         freed = context.state.fleet.changes.freed
         actions = self._pauses(decisions, question)
         groups = context.state.carry_out(decisions, context.clock(), question.cost)
-        context.state.fleet.changes.freed = freed
+        context.state.fleet.changes.freed |= freed
         snapshot = {
             "waiting": len(question.queue),
             "groups": len(question.cluster.groups),
@@ -237,10 +243,12 @@ class Decider:
         actions += [self._described(group, action_of(group, before)) for group in groups]
         why = f"{context.settings.policy}: {len(groups)} groups formed in {self.seconds[-1]:.3f} s"
         touched = {index for d in decisions for index in (*d.members, *d.pause)}
+        touched |= {waiting.job.index for waiting in question.queue.paused()}
         with context.store.transaction():
             context.store.decisions.add(snapshot, actions, why)
             for index in sorted(touched):
-                context.note_pause(context.state.numbers[index])
+                if index in context.state.numbers:
+                    context.note_pause(context.state.numbers[index])
         context.wants_actions = True
 
     def _pauses(self, decisions: Sequence[Decision], question: _Question) -> list[dict[str, Any]]:
@@ -293,7 +301,8 @@ class MoveLimiter:
             if not any(_moves(decision, groups) for decision in bundle):
                 passed += bundle
                 continue
-            why = self._too_early(bundle, groups, now_s)
+            old = [groups[number] for decision in bundle for number in decision.dissolve]
+            why = None if _ousts(bundle, old, queue) else self._too_early(old, now_s)
             if (
                 why is None
                 and not self._is_weighed
@@ -310,15 +319,16 @@ class MoveLimiter:
                 self._moved_s.update((decision.gpus, now_s) for decision in bundle)
         return passed
 
-    def _too_early(
-        self, bundle: Sequence[Decision], groups: Mapping[int, Group], now_s: float
-    ) -> str | None:
-        """Why a move has to wait; None if it has not."""
+    def held(self, groups: Mapping[int, Group], now_s: float) -> frozenset[int]:
+        """Groups that may not move now, for a policy that finds something else for the jobs."""
+        return frozenset(n for n, group in groups.items() if self._too_early([group], now_s))
+
+    def _too_early(self, old: Sequence[Group], now_s: float) -> str | None:
+        """Why a move of groups has to wait; None if it has not."""
         while self._moves and self._moves[0] <= now_s - _MINUTE_S:
             self._moves.popleft()
         if len(self._moves) >= self._settings.regroups_per_min:
             return f"the cluster has made {len(self._moves)} moves within a minute"
-        old = [groups[number] for decision in bundle for number in decision.dissolve]
         since = [self._moved_s.get(group.gpus, float("-inf")) for group in old]
         if all(now_s - moved_s >= self._settings.dwell_s for moved_s in since):
             return None
@@ -368,6 +378,13 @@ def bundles(decisions: Sequence[Decision], groups: Mapping[int, Group]) -> list[
         found.append((ties.union(*(entry[0] for entry in together)), [*own, decision]))
     order = {id(decision): place for place, decision in enumerate(decisions)}
     return [sorted(own, key=lambda one: order[id(one)]) for _, own in found]
+
+
+def _ousts(bundle: Sequence[Decision], old: Sequence[Group], queue: WaitingQueue) -> bool:
+    """True if groups give room to a job that is more urgent than all of theirs."""
+    joining = [queue[i].job for decision in bundle for i in decision.members if i in queue]
+    level = max([member.job.priority for group in old for member in group.members])
+    return any(job.priority > level for job in joining)
 
 
 def _moves(decision: Decision, groups: Mapping[int, Group]) -> bool:

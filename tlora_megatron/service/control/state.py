@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from tlora_megatron.planner.workload import JobLoad
-from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed
+from tlora_megatron.scheduler.fleet import Fleet, InvariantError, Parts, formed, up_to_date
 from tlora_megatron.scheduler.group_throughput import GroupRates, Speeds
 from tlora_megatron.scheduler.policy import NO_COST, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Job, Member, Waiting, WaitingQueue
@@ -116,22 +116,6 @@ class SchedulerState:
         rest = self.fleet.group_of(others[0].job.index) if others else None
         if rest is not None:
             self.names[rest.number] = name
-
-    def end_late_pauses(self, now_s: float) -> bool:
-        """Lets jobs that can no longer come back within their bounds wait before all others.
-
-        Those on their GPUs are slower than predicted, and no plan holds such a bound: the GPUs
-        would stay taken for ever. Each has a new bound from its next start on. True if there was
-        one.
-        """
-        late = [w for w in self.queue.paused() if w.pause and w.pause.back_by_s < now_s]
-        for waiting in late:
-            self.queue.remove(waiting.job.index)
-            self.fleet.discharge(waiting.job)
-            job = replace(waiting.job, due_s=min(waiting.job.due_s, now_s))
-            self.queue.add(replace(waiting, job=job, queued_s=now_s, pause=None))
-            self.fleet.changes.arrived.add(job.index)
-        return bool(late)
 
     def is_placed(self, live: LiveJob) -> bool:
         """True if it was decided where the job trains."""
@@ -298,31 +282,19 @@ class SchedulerState:
             return self.fleet.rates(parts, num_gpus)
         except InvariantError:
             alone = {job.kind: job.isolated_tokens_per_s / len(parts) for job in parts.jobs}
-            return GroupRates(alone, sum(alone.values()), 0.0)
+            return GroupRates(alone, sum(alone.values()))
 
     def refresh(self, group: Group, now_s: float) -> None:
         """Sets a running group's work left to what its jobs reported."""
         if now_s < group.ready_s:
             return
-        rates = self._rates(Parts.of(group), len(group.gpus))
-        members = []
+        jobs = {}
         for member in group.members:
             live = self.numbers[member.job.index]
             job = live.priced or member.job
-            rate = rates.by_kind.get(job.kind, member.tokens_per_s)
-            left = job.tokens * live.share_left
-            members.append(
-                replace(
-                    member,
-                    job=job,
-                    tokens_per_s=rate,
-                    tokens_left=left,
-                    deadline_s=job.deadline_s(member.started_s, now_s + left / rate),
-                )
-            )
-        self.fleet.cluster.groups[group.number] = replace(
-            group, members=tuple(members), ready_s=now_s
-        )
+            jobs[member.job.index] = (job, job.tokens * live.share_left)
+        by_kind = self._rates(Parts.of(group), len(group.gpus)).by_kind
+        self.fleet.cluster.groups[group.number] = up_to_date(group, jobs, by_kind, now_s)
 
     def reprice(self, now_s: float) -> None:
         """Prices all jobs again, after measured speeds have moved away from those in use."""

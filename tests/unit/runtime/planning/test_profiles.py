@@ -53,7 +53,7 @@ def test_shipped_profiles_are_whole_and_say_where_they_are_from(name: str) -> No
 
 def test_a_rack_of_one_nvlink_is_started_on_each_of_its_hosts(tmp_path: Path) -> None:
     line = start_command(tmp_path / "run.yaml", 72, plan_hardware("gb200"))
-    assert "--nnodes 18 " in line
+    assert '--nnodes 18 --rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?must be' in line
     assert "--nproc-per-node 4 " in line
 
 

@@ -77,8 +77,21 @@ def test_what_belongs_together_passes_or_waits_together() -> None:
 def test_a_group_that_was_moved_stays_for_a_while() -> None:
     scene = Scene()
     assert scene.admitted(SPLIT, now_s=0.0)
+    scene.groups = {1: scene.group([0, 1], (0,)), 2: scene.group([0], (1,))}
+    assert scene.regrouping.held(scene.groups, 59.0) == {1, 2}  # so that policies know
+    assert scene.regrouping.held(scene.groups, 60.0) == set()
     assert scene.admitted(SPLIT, now_s=59.0) == []
     assert scene.admitted(SPLIT, now_s=60.0) == SPLIT
+
+
+def test_an_urgent_job_need_not_wait_until_others_may_move() -> None:
+    scene = Scene()
+    scene.queue = WaitingQueue(
+        [replace(scene.waiting[2], job=replace(scene.waiting[2].job, priority=1))]
+    )
+    oust = [Decision(members=(2,), gpus=(0,), dissolve=(1,), pause=(0, 1))]
+    scene.regrouping = MoveLimiter(Settings(policy="tlora_elastic"), scene._speeds)
+    assert all(scene.admitted(oust, now_s=float(second)) for second in range(6))
 
 
 def test_the_cluster_makes_few_moves_a_minute() -> None:
