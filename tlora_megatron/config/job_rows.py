@@ -79,6 +79,10 @@ class ShownJob(JobRow):
     tenant: str | None = None
     waits: str | None = None
     """Why it is still in the queue, where jobs are read."""
+    tokens_per_s: float | None = None
+    """As measured in its gang; where jobs are read, as the next one."""
+    promised_tokens_per_s: float | None = None
+    """What the scheduler expects of its gang."""
     disk: dict[str, int] | None = None
     """Bytes of each entry of its folder, in lists that ask for it."""
 

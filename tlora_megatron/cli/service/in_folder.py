@@ -119,6 +119,11 @@ class FolderService:
         known = self.store.boards.why_jobs_wait()
         return {job.id: known[job.id] for job in jobs if job.id in known}
 
+    def speeds(self, jobs: Sequence[JobRow]) -> Mapping[str, Mapping[str, float | None]]:
+        """Id -> measured and promised tokens a second of a job in a gang, as in `ShownJob`."""
+        known = self.store.boards.speeds_of_jobs()
+        return {job.id: known[job.id] for job in jobs if job.id in known}
+
     def counts(self) -> Mapping[Any, int]:
         """Number of jobs in each state that has any."""
         return self.store.jobs.counts()

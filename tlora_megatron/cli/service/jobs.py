@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -39,11 +39,20 @@ STATE_STYLE = {
 }
 
 
-def job_table(jobs: Iterable[JobRow], now_s: float | None = None) -> Table:
-    """A row a job, in order: what it is called, how far it is, where it runs, its age now."""
+def job_table(
+    jobs: Iterable[JobRow],
+    now_s: float | None = None,
+    speeds: Mapping[str, Mapping[str, float | None]] | None = None,
+) -> Table:
+    """A row a job, in order: what it is called, how far it is, where it runs, its age now.
+
+    Args:
+        speeds: of jobs by id, as `FolderService.speeds` returns them; None = no column of theirs.
+    """
     now_s = time.time() if now_s is None else now_s
-    columns = ("job", "id", "state", "steps", "loss", "tokens", "gang", "age")
-    table = make_table(*columns, right=("steps", "loss", "tokens", "age"))
+    rates = () if speeds is None else ("tokens/s", "promised")
+    columns = ("job", "id", "state", "steps", "loss", "tokens", *rates, "gang", "age")
+    table = make_table(*columns, right=("steps", "loss", "tokens", *rates, "age"))
     for job in jobs:
         table.add_row(
             job.name,
@@ -52,11 +61,18 @@ def job_table(jobs: Iterable[JobRow], now_s: float | None = None) -> Table:
             progress_words(job),
             "-" if job.loss is None else f"{job.loss:.4g}",
             f"{job.tokens:,}",
+            *(_rates(speeds.get(job.id, {})) if speeds is not None else ()),
             job.gang or "-",
             duration_words((job.ended_at or now_s) - job.submitted_at),
             style=STATE_STYLE.get(job.state, ""),
         )
     return table
+
+
+def _rates(speeds: Mapping[str, float | None]) -> Iterator[str]:
+    for name in ("tokens_per_s", "promised_tokens_per_s"):
+        rate = speeds.get(name)
+        yield "-" if rate is None else f"{rate:,.0f}"
 
 
 def count_words(counts: Mapping[JobState, int]) -> str:
@@ -144,12 +160,17 @@ def run(args: argparse.Namespace) -> int:
                 "service": service.place,
                 "served": service.is_served,
                 "counts": {str(state): count for state, count in service.counts().items()},
-                "jobs": [job_to_dict(job) for job in service.all(states)],
+                "jobs": _with_speeds(service, [*service.all(states)]),
             }
             print(json.dumps(document, indent=2))
         else:
             open_console().print(_page(service, states, args), soft_wrap=False)
     return 0
+
+
+def _with_speeds(service: Service, jobs: list[JobRow]) -> list[dict[str, Any]]:
+    speeds = service.speeds(jobs)
+    return [{**job_to_dict(job), **speeds.get(job.id, {})} for job in jobs]
 
 
 def _show_sweeps(service: Service, args: argparse.Namespace) -> None:
@@ -209,7 +230,8 @@ def _page(service: Service, states: list[str] | None, args: argparse.Namespace) 
     if not service.is_served:
         lines.append(f"no controller runs, so nothing moves: {service.how_to_serve}")
     words = Text("\n".join(lines), style="dim")
-    return Group(job_table(jobs), words) if jobs else words
+    speeds = service.speeds([job for job in jobs if job.gang is not None])
+    return Group(job_table(jobs, speeds=speeds), words) if jobs else words
 
 
 def _watch(service: Service, states: list[str] | None, args: argparse.Namespace) -> None:

@@ -192,6 +192,10 @@ class HttpService:
     def why(self, jobs: Sequence[JobRow]) -> Mapping[str, str]:
         return {job.id: why for job in jobs if (why := getattr(job, "waits", None))}
 
+    def speeds(self, jobs: Sequence[JobRow]) -> Mapping[str, Mapping[str, float | None]]:
+        names = ("tokens_per_s", "promised_tokens_per_s")
+        return {job.id: {name: getattr(job, name, None) for name in names} for job in jobs}
+
     def counts(self) -> Mapping[Any, int]:
         return self._client.page(limit=1).counts
 

@@ -135,6 +135,19 @@ class Boards(Part):
         found = self._database.first(Board, query)
         return {} if found is None else found.body
 
+    def speeds_of_jobs(self) -> Mapping[str, Mapping[str, float | None]]:
+        """Id -> tokens a second of a job in a gang, as measured and as promised when it joined."""
+        query = tables.query_of(Board).where(tables.board.c.name == "groups")
+        found = self._database.first(Board, query)
+        return {
+            member["job"]: {
+                "tokens_per_s": member.get("measured_tokens_per_s"),
+                "promised_tokens_per_s": member.get("predicted_tokens_per_s"),
+            }
+            for group in (() if found is None else found.body["groups"])
+            for member in group["members"]
+        }
+
     def read(self) -> dict[str, Board]:
         """All that a controller shows, by name."""
         own = ~tables.board.c.name.contains("/")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.floor_model import World
 from tests.helpers.live_service import LiveService, one_job
+from tlora_megatron.cli.service.jobs import job_table
 from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.policy import NO_COST, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
@@ -243,9 +244,18 @@ def test_groups_show_who_trains_beside_whom_and_how_fast(root: Path) -> None:
     total = sum(member["measured_tokens_per_s"] for member in group["members"])
     assert group["measured_tokens_per_s"] == pytest.approx(total)
     assert group["predicted_tokens_per_s"] == pytest.approx(total, rel=0.01)
+    speeds = service.store.boards.speeds_of_jobs()
+    assert [*speeds] == jobs
+    for of_job in speeds.values():
+        assert of_job["tokens_per_s"] == pytest.approx(of_job["promised_tokens_per_s"], rel=0.01)
+    table = job_table(service.store.jobs.each(), speeds=speeds)
+    rates = {str(column.header): [*column.cells] for column in table.columns}
+    assert rates["tokens/s"] == [f"{of_job['tokens_per_s']:,.0f}" for of_job in speeds.values()]
+    assert rates["promised"] != ["-", "-"]
     service.run()
     service.run(2)
     assert shown(service, "groups")["groups"][0]["members"] == []
+    assert service.store.boards.speeds_of_jobs() == {}
 
 
 def test_what_has_not_changed_is_not_written_again(root: Path) -> None:

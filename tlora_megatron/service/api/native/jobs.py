@@ -143,6 +143,13 @@ def shown_job(service: Service, job: Job, caller: Caller) -> dict[str, Any]:
     return row
 
 
+def _with_boards(service: Service, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Jobs as rows with what a controller says of them: why they wait, and their speeds."""
+    boards = service.store.boards
+    why, speeds = boards.why_jobs_wait(), boards.speeds_of_jobs()
+    return [{**row, "waits": why.get(row["id"]), **speeds.get(row["id"], {})} for row in rows]
+
+
 def shown_event(service: Service, row: dict[str, Any], caller: Caller) -> dict[str, Any] | None:
     """A row of a job's history; None if it is for administrators alone.
 
@@ -220,8 +227,7 @@ def router(service: Service) -> APIRouter:
                     limit=limit,
                     newest_first=newest_first,
                 )
-            why = service.store.boards.why_jobs_wait()
-            rows = [shown_job(service, job, caller) | {"waits": why.get(job.id)} for job in found]
+            rows = _with_boards(service, [shown_job(service, job, caller) for job in found])
             if disk:
                 for row in rows:
                     row["disk"] = service.home.job_bytes(row["id"])
@@ -243,8 +249,8 @@ def router(service: Service) -> APIRouter:
     async def get(job: str, caller: Reader) -> dict[str, Any]:
         """One job, by its id or name; where several ended jobs had a name, the newest."""
         found = await service.read(visible_job, service, job, caller)
-        why = await service.read(service.store.boards.why_jobs_wait)
-        return shown_job(service, found, caller) | {"waits": why.get(found.id)}
+        (row,) = await service.read(_with_boards, service, [shown_job(service, found, caller)])
+        return row
 
     @routes.delete("/{job}", response_model=ShownJob, responses=answers(404, 409))
     async def cancel(

@@ -63,7 +63,7 @@ def test_lists_have_pages(client: OpenAI) -> None:
         (CHATS + b"{", "a line must be JSON, got .*: file line 4"),
         (CHATS + b"[1]", "a line must be a JSON object, got list: file line 4"),
         (b"[1]\n", "must be JSON lines, as tlora submit .* others, got a JSON array: file"),
-        (gzip.compress(CHATS), "must be JSON lines, .* got a gzipped file"),
+        (gzip.compress(CHATS, mtime=0), "must be JSON lines, .* got a gzipped file"),
         (b'{"prompt": "x"}', "a line must hold prompt and completion, or messages, or text"),
         (b'{"text": "\xff"}', "a line must be UTF-8"),
         (b'{"messages": [{"role": "usr", "content": ""}]}', r"messages\[0\].role must be one of"),
