@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,6 +76,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of all random draws (default: 0)")
     _add_trace_arguments(parser)
+    for option, unit, what in (
+        ("--gpu-hour-price", "PRICE", "of a GPU that a group holds: fills the column cost"),
+        ("--gpu-watts", "W", "that such a GPU draws: fills the column kWh"),
+    ):
+        parser.add_argument(option, type=float, metavar=unit, help=what)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--csv", metavar="FILE", help="write a CSV file with a row per policy")
     parser.add_argument(
@@ -165,10 +171,15 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> Options:
     if args.max_slowdown is not None and not args.max_slowdown >= 1:
         raise must("--max-slowdown", "be at least 1", args.max_slowdown)
+    for name in ("gpu_hour_price", "gpu_watts"):
+        if (value := getattr(args, name)) is not None and not 0 <= value < math.inf:
+            raise must(f"--{name.replace('_', '-')}", "be a number from 0 on", value)
     return Options(
         shape=TraceShape(**shared_fields(args, TraceShape)),
         seed=args.seed,
         max_slowdown=args.max_slowdown,
+        gpu_hour_price=args.gpu_hour_price,
+        gpu_watts=args.gpu_watts,
         faults=read_spec(FaultRates, shared_fields(args, FaultRates), "faults"),
     )
 
@@ -206,7 +217,7 @@ def _print_table(console: Console, study: Study, runs: list[PolicyRun]) -> None:
         console.print(f"left out: {count:,} jobs, {reason}", style="dim")
     table = make_table("policy", *COLUMNS, "run in", right=(*COLUMNS, "run in"))
     for entry in runs:
-        table.add_row(entry.policy, *cells_of(entry, runs[0]), f"{entry.wall_s:.1f} s")
+        table.add_row(entry.policy, *cells_of(study, entry, runs[0]), f"{entry.wall_s:.1f} s")
     for row in bound_rows(study, runs[0]):
         table.add_row(*row)
     console.print(table, soft_wrap=False)

@@ -173,7 +173,10 @@ def as_document(study: Study, runs: Sequence[PolicyRun]) -> dict[str, object]:
         "cluster": study.cluster.name,
         "load": study.load if math.isfinite(study.load) else None,
         "seed": study.options.seed,
-        "policies": {run.policy: asdict(run.summary) | {"wall_s": run.wall_s} for run in runs},
+        "policies": {
+            run.policy: {**asdict(run.summary), **_paid(study, run), "wall_s": run.wall_s}
+            for run in runs
+        },
         "least_jct_s": study.least_jct_s,
     }
 
@@ -194,8 +197,16 @@ def summary_rows(study: Study, runs: Sequence[PolicyRun]) -> list[Row]:
     rows = []
     for run in runs:
         numbers = {name: _plain(value) for name, value in asdict(run.summary).items()}
-        rows.append(about | {"policy": run.policy} | numbers | least)
+        rows.append(about | {"policy": run.policy} | numbers | _paid(study, run) | least)
     return rows
+
+
+def _paid(study: Study, run: PolicyRun) -> Row:
+    """What the GPU-hours that groups held cost, and their energy; None where it is not known."""
+    hours, options = run.summary.gpu_hours, study.options
+    price, watts = options.gpu_hour_price, options.gpu_watts
+    cost = None if price is None else round(price * hours, 2)
+    return {"cost": cost, "energy_kwh": None if watts is None else round(watts * hours / 1e3, 3)}
 
 
 def write_csv(path: str | Path, rows: Sequence[Row]) -> None:
@@ -251,7 +262,7 @@ def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> N
         **({"left out": left_out} if left_out else {}),
     }
     rows: list[tuple[str, ...]] = [
-        (f"{swatch(colors[run.policy])}{html.escape(run.policy)}", *cells_of(run, runs[0]))
+        (f"{swatch(colors[run.policy])}{html.escape(run.policy)}", *cells_of(study, run, runs[0]))
         for run in runs
     ]
     rows += bound_rows(study, runs[0])
@@ -268,13 +279,15 @@ def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> N
 COLUMNS = (
     *("mean JCT", "against first", "p50", "p95", "p99", "queueing", "tokens/s", "against first"),
     *("utilisation", "GPUs held", "slowdown max", "jobs a group", "finished", "makespan"),
+    *("GPU-hours", "cost", "kWh"),
 )
 """Columns of the table here and on the terminal, after the policy's name."""
 
 
-def cells_of(run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
+def cells_of(study: Study, run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
     """The cells of a policy's row; `first` is the policy that it is compared with."""
     s, base = run.summary, first.summary
+    paid = ("-" if value is None else f"{value:,.0f}" for value in _paid(study, run).values())
     return (
         _hours(s.mean_jct_s),
         _times(base.mean_jct_s, s.mean_jct_s),
@@ -290,6 +303,8 @@ def cells_of(run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
         f"{s.mean_group_size:.2f}",
         f"{s.jobs_finished:,}",
         _hours(s.makespan_s),
+        f"{s.gpu_hours:,.1f}",
+        *paid,
     )
 
 

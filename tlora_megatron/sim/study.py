@@ -251,6 +251,10 @@ class Options:
     faults: FaultRates = field(default_factory=FaultRates)
     rules: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the policies' `Rules` that are not as usual."""
+    gpu_hour_price: float | None = None
+    """Of a GPU that a group holds."""
+    gpu_watts: float | None = None
+    """Power that such a GPU draws, whatever it computes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,7 +28,8 @@ def arguments(repo: Path, trace: Path) -> list[str]:
 
 
 def test_json_is_the_agreed_schema(arguments: list[str], tlora: Tlora) -> None:
-    document = tlora.json(*arguments, "--load", "2", "--seed", "5")
+    paid = ("--gpu-hour-price", "2.5", "--gpu-watts", "400")
+    document = tlora.json(*arguments, "--load", "2", "--seed", "5", *paid)
     assert list(document) == ["trace", "cluster", "load", "seed", "policies", "least_jct_s"]
     assert (document["trace"], document["load"], document["seed"]) == ("small", 2.0, 5)
     assert list(document["policies"]) == POLICIES.split(",")
@@ -36,6 +37,8 @@ def test_json_is_the_agreed_schema(arguments: list[str], tlora: Tlora) -> None:
         assert {"mean_jct_s", "wall_s"} <= set(numbers)
         assert numbers["jobs_finished"] == 40
         assert 0 < numbers["gpu_utilisation"] < 1
+        assert numbers["cost"] == pytest.approx(2.5 * numbers["gpu_hours"], abs=0.01)
+        assert numbers["energy_kwh"] == pytest.approx(0.4 * numbers["gpu_hours"], abs=0.01)
     least_s = document["least_jct_s"]
     assert 0 < least_s <= min(n["mean_jct_s"] for n in document["policies"].values())
     assert document["policies"]["isolated"]["max_slowdown"] == pytest.approx(1)
@@ -107,6 +110,8 @@ def test_the_report_is_one_page_that_loads_nothing(
             "folder that exists, got '/nowhere/x.csv'; mkdir -p /nowhere",
         ),
         (["--csv", "/"], "--csv must name a file, not a directory, got '/'"),
+        (["--gpu-watts", "-1"], "--gpu-watts must be a number from 0 on, got -1.0"),
+        (["--gpu-hour-price", "nan"], "--gpu-hour-price must be a number from 0 on, got nan"),
         (["--seed", "-1"], "--seed must be at least 0, got -1"),
         (["--cluster", "nothing.yaml"], "--cluster must be a readable file, got"),
         (["--trace", "no.csv"], "--trace must be a readable text file, got 'no.csv'; No such"),
