@@ -24,10 +24,10 @@ from tlora_megatron.config.schema import shared_fields
 from tlora_megatron.scheduler.registry import POLICIES
 from tlora_megatron.sim.cluster import FaultRates, load_cluster
 from tlora_megatron.sim.report import (
-    COLUMNS,
     as_document,
     bound_rows,
     cells_of,
+    columns_of,
     job_rows,
     summary_rows,
     write_csv,
@@ -215,7 +215,8 @@ def _print_table(console: Console, study: Study, runs: list[PolicyRun]) -> None:
     )
     for reason, count in study.trace.dropped.items():
         console.print(f"left out: {count:,} jobs, {reason}", style="dim")
-    table = make_table("policy", *COLUMNS, "run in", right=(*COLUMNS, "run in"))
+    columns = (*columns_of(study), "run in")
+    table = make_table("policy", *columns, right=columns)
     for entry in runs:
         table.add_row(entry.policy, *cells_of(study, entry, runs[0]), f"{entry.wall_s:.1f} s")
     for row in bound_rows(study, runs[0]):

@@ -269,7 +269,7 @@ def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> N
     page = document(
         f"{study.trace.name} on {study.cluster.name}",
         f"{len(study.jobs):,} jobs; policies are compared with {runs[0].policy}",
-        f"{facts(about)}<h2>Policies</h2>{table(('policy', *COLUMNS), rows)}"
+        f"{facts(about)}<h2>Policies</h2>{table(('policy', *columns_of(study)), rows)}"
         f"<h2>Pictures</h2>{legend(colors)}{panels(pictures, columns=2, least_px=480)}"
         f"<h2>What the GPUs do</h2>{panels(lines, columns=1, least_px=480)}",
     )
@@ -279,9 +279,15 @@ def write_report(path: str | Path, study: Study, runs: Sequence[PolicyRun]) -> N
 COLUMNS = (
     *("mean JCT", "against first", "p50", "p95", "p99", "queueing", "tokens/s", "against first"),
     *("utilisation", "GPUs held", "slowdown max", "jobs a group", "finished", "makespan"),
-    *("GPU-hours", "cost", "kWh"),
 )
 """Columns of the table here and on the terminal, after the policy's name."""
+
+
+def columns_of(study: Study) -> tuple[str, ...]:
+    """`COLUMNS`, and what is paid for where a price or a power is given."""
+    options = study.options
+    is_paid = options.gpu_hour_price is not None or options.gpu_watts is not None
+    return (*COLUMNS, "GPU-hours", "cost", "kWh") if is_paid else COLUMNS
 
 
 def cells_of(study: Study, run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
@@ -303,8 +309,7 @@ def cells_of(study: Study, run: PolicyRun, first: PolicyRun) -> tuple[str, ...]:
         f"{s.mean_group_size:.2f}",
         f"{s.jobs_finished:,}",
         _hours(s.makespan_s),
-        f"{s.gpu_hours:,.1f}",
-        *paid,
+        *((f"{s.gpu_hours:,.1f}", *paid) if len(columns_of(study)) > len(COLUMNS) else ()),
     )
 
 
@@ -313,7 +318,7 @@ def bound_rows(study: Study, first: PolicyRun) -> list[tuple[str, ...]]:
     least_s = study.least_jct_s
     if least_s is None:
         return []
-    rest = ("",) * (len(COLUMNS) - 2)
+    rest = ("",) * (len(columns_of(study)) - 2)
     return [("no policy beats", _hours(least_s), _times(first.summary.mean_jct_s, least_s), *rest)]
 
 
