@@ -11,7 +11,7 @@ from typing import Any
 from tlora_megatron.cli.planner_options import DEFAULT_HARDWARE, add_hardware_arguments
 from tlora_megatron.cli.service.reaching import reach_service
 from tlora_megatron.cli.tables import open_console, sweep_line
-from tlora_megatron.cli.train import add_config_arguments, positive, train_config
+from tlora_megatron.cli.train import add_config_arguments, add_nproc_argument, train_config
 from tlora_megatron.config.load import load_sweep
 from tlora_megatron.config.reader import must
 from tlora_megatron.config.schema import RunConfig
@@ -39,12 +39,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("config", metavar="SWEEP", help="file of the sweep, YAML or JSON")
     add_config_arguments(parser)
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="start N processes on this machine; has no effect under torchrun",
-    )
+    add_nproc_argument(parser)
     parser.add_argument(
         "--dry-run",
         action="store_true",

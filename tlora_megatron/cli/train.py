@@ -260,6 +260,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_nproc_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        metavar="N",
+        help="start N processes on this machine; has no effect under torchrun",
+    )
+
+
 def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
@@ -269,12 +278,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("config", metavar="CONFIG", help="configuration file, YAML or JSON")
     add_config_arguments(parser)
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        metavar="N",
-        help="start N processes on this machine; has no effect under torchrun",
-    )
+    add_nproc_argument(parser)
     add_plan_arguments(parser)
     add_live_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")

@@ -15,7 +15,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from tlora_megatron.cli.service.jobs import count_words, duration_words, job_table, progress_words
+from tlora_megatron.cli.service.job_table import (
+    count_words,
+    duration_words,
+    job_table,
+    progress_words,
+)
 from tlora_megatron.cli.tables import JsonConsole, make_table
 from tlora_megatron.service.logs import log
 

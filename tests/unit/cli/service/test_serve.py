@@ -18,7 +18,7 @@ from tests.helpers.launch import HANG_S
 from tests.helpers.stored_jobs import finish, put_job, serve_gang, start
 from tlora_megatron.cli.main import build_parser
 from tlora_megatron.cli.service.board import Board, Speeds, layout_words
-from tlora_megatron.cli.service.jobs import duration_words
+from tlora_megatron.cli.service.job_table import duration_words
 from tlora_megatron.cli.service.serve import open_http
 from tlora_megatron.cli.tables import JsonConsole
 from tlora_megatron.service import front

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.floor_model import World
 from tests.helpers.live_service import LiveService, one_job
-from tlora_megatron.cli.service.jobs import job_table
+from tlora_megatron.cli.service.job_table import job_table
 from tlora_megatron.scheduler.fleet import Parts, formed
 from tlora_megatron.scheduler.policy import NO_COST, Decision, RegroupCost
 from tlora_megatron.scheduler.queue import Group, Waiting, WaitingQueue
