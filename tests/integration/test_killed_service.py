@@ -51,7 +51,7 @@ ROLES = ("controller", "gang", *PROGRAMS)
 QUICKSTART = REPO / "configs" / "quickstart"
 BASE = {"path": str(QUICKSTART / "base"), "dtype": "float32"}
 OF_TEXTS = {"data": {"train": str(QUICKSTART / "data" / "ordered_train.jsonl")}}
-OF_PAIRS = {"data": {"train": str(QUICKSTART / "data" / "pairs_train.jsonl")}, "preference": {}}
+OF_PAIRS = {"data": {"train": str(QUICKSTART / "pairs" / "train.jsonl")}, "preference": {}}
 FIRST = ("job-0",) if KILLS == 1 else ("job-0", "job-1", "job-2")
 STEPS = 30 if KILLS == 1 else 150
 _LOOK_S = 0.1

@@ -37,6 +37,7 @@ def _study(repo: Path) -> Study:
 
 def test_jobs_take_as_long_as_in_the_simulator(repo: Path) -> None:
     with folder_in_memory() as folder:
-        found = compared(_study(repo), "tlora_elastic", folder / "service", noise=0.05)
+        # Other speeds than the planner's lead to other decisions, of which one study says nothing.
+        found = compared(_study(repo), "tlora_elastic", folder / "service", noise=0.0)
     assert found["jobs"] == 40
     assert 0.95 < found["live over simulated"] < 1.05
